@@ -1,0 +1,51 @@
+# Set-up and everyday commands. Each target sets up .venv first when it has to.
+#
+#   make run    BACKEND=auto TEXT="..."   run the demo model through a backend
+#   make test   ARGS="-k routing"         run the tests
+#   make lint | types | wheel-check | clean
+
+PYTHON  ?= python3
+BACKEND ?= auto
+TEXT    ?=
+ARGS    ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+CHECK := build/wheel-check
+
+# Passed by environment, so that any text survives the shell.
+export BACKEND TEXT
+
+.PHONY: run test lint types wheel-check set-up clean
+.DELETE_ON_ERROR:
+
+run: $(STAMP)
+	@$(BIN)/moe-core run --backend "$$BACKEND" $${TEXT:+--text "$$TEXT"}
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@$(BIN)/pyright
+
+set-up: $(STAMP)
+
+# torch goes first and alone: it is the one large download, and a failure there is easy to read.
+# The build backend is installed here too, so that it is the pinned one (no build isolation).
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	  sys.exit(None if v >= (3, 11) else f"moe-core needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
+	@echo "Setting up $(VENV) (once, and again when pyproject.toml or constraints.txt changes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet -c constraints.txt hatchling editables
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
