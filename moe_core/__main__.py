@@ -1,0 +1,3 @@
+from moe_core.cli import main
+
+raise SystemExit(main())

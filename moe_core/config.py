@@ -1,0 +1,355 @@
+"""What a MoE layer is, as plain data: no torch here, dtypes are strings, everything is JSON.
+
+Every config is frozen, keyword-only and validated when made; a ``ConfigError`` lists all faults
+at once, those of nested configs included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from moe_core.errors import ConfigError, Fault, check_keys, nearest
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+ROUTER_KINDS = ("topk", "hash")
+SCORING_FUNCS = ("softmax", "sigmoid", "sqrtsoftplus")
+GROUP_SCORES = ("max", "top2_sum")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
+LIMIT_FORMS = ("before", "after")
+W13_LAYOUTS = ("gate_up", "up_gate", "interleaved")
+CAPACITY_POLICIES = ("drop", "pad")
+COMBINES = ("per_rank", "per_slot")
+
+
+def dtype_name(dtype: object) -> str:
+    """``"bfloat16"`` from ``"bfloat16"`` or from ``torch.bfloat16`` (without importing torch)."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Faults(list[Fault]):
+    """Collects faults while a config checks itself."""
+
+    def add(self, name: str, value: Any, message: str) -> None:
+        self.append(Fault(name, value, message))
+
+    def choice(self, name: str, value: Any, options: tuple[str, ...]) -> None:
+        if value not in options:
+            hint = nearest(value, options) if isinstance(value, str) else ""
+            self.add(name, value, f"must be one of {', '.join(options)}{hint}")
+
+    def integer(self, name: str, value: Any, minimum: int = 1) -> bool:
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+        if not good:
+            self.add(name, value, f"must be an integer of at least {minimum}")
+        return good
+
+    def number(self, name: str, value: Any, *, above: float) -> bool:
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        good = good and above < value < float("inf")
+        if not good:
+            self.add(name, value, f"must be a finite number above {above:g}")
+        return good
+
+    def flag(self, name: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            self.add(name, value, "must be true or false")
+
+    def settle(self) -> None:
+        if self:
+            raise ConfigError(tuple(self))
+
+
+class _Config:
+    """JSON there and back, shared by the configs."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """From JSON data; unknown keys are faults that name the nearest known key."""
+        return _build(cls, data, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(_Config):
+    """How a token chooses its experts and what weight each choice gets.
+
+    ``kind``: ``"topk"`` (learned) or ``"hash"`` (a table from token id to experts; the learned
+    gate still gives the weights; DeepSeek-V4's first layers).
+    ``softmax_before_topk``: softmax over all experts, then top-k (True), or top-k on logits, then
+    softmax over the chosen ones (False; normalised by construction).
+    ``renormalize``: the chosen weights of a token sum to ``routed_scaling_factor``.
+    ``num_expert_group``/``topk_group``: choose groups first. ``group_score``: ``"max"`` or
+    ``"top2_sum"``; ``None`` means max without and the sum of the top two with a correction bias.
+    ``correction_bias``: a bias per expert that moves the choice and never the weight (DeepSeek-V3).
+    ``vocab_size``: rows of the hash table.
+    """
+
+    kind: str = "topk"
+    scoring_func: str = "softmax"
+    softmax_before_topk: bool = True
+    renormalize: bool = False
+    routed_scaling_factor: float = 1.0
+    num_expert_group: int | None = None
+    topk_group: int | None = None
+    group_score: str | None = None
+    correction_bias: bool = False
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        faults.choice("kind", self.kind, ROUTER_KINDS)
+        faults.choice("scoring_func", self.scoring_func, SCORING_FUNCS)
+        faults.flag("softmax_before_topk", self.softmax_before_topk)
+        faults.flag("renormalize", self.renormalize)
+        faults.flag("correction_bias", self.correction_bias)
+        faults.number("routed_scaling_factor", self.routed_scaling_factor, above=0)
+        if self.scoring_func != "softmax" and self.softmax_before_topk is False:
+            faults.add("softmax_before_topk", False, "only has a meaning with scoring_func=softmax")
+        if (self.num_expert_group is None) != (self.topk_group is None):
+            faults.add("topk_group", self.topk_group, "num_expert_group and topk_group go together")
+        elif self.num_expert_group is not None and self.topk_group is not None:
+            good = faults.integer("num_expert_group", self.num_expert_group)
+            good &= faults.integer("topk_group", self.topk_group)
+            if good and self.topk_group > self.num_expert_group:
+                faults.add(
+                    "topk_group",
+                    self.topk_group,
+                    f"at most num_expert_group={self.num_expert_group}",
+                )
+        if self.group_score is not None:
+            faults.choice("group_score", self.group_score, GROUP_SCORES)
+            if self.num_expert_group is None:
+                faults.add("group_score", self.group_score, "needs num_expert_group and topk_group")
+        if self.kind == "hash":
+            if self.vocab_size is None:
+                faults.add("vocab_size", None, "kind=hash needs the number of token ids")
+            if self.correction_bias:
+                faults.add("correction_bias", True, "hash routing makes no choice to correct")
+            if self.num_expert_group is not None:
+                faults.add("num_expert_group", self.num_expert_group, "hash routing has no groups")
+            if self.softmax_before_topk is False:
+                faults.add("softmax_before_topk", False, "hash routing has no top-k")
+        if self.vocab_size is not None:
+            faults.integer("vocab_size", self.vocab_size)
+        faults.settle()
+
+    @property
+    def effective_group_score(self) -> str:
+        return self.group_score or ("top2_sum" if self.correction_bias else "max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation(_Config):
+    """``act(gate) * up`` (gated) or ``act(x)``, with an optional clamp.
+
+    ``limit`` with ``limit_form="before"`` clamps gate from above and up on both sides, then
+    activates (DeepSeek-V4, GPT-OSS); ``"after"`` clamps ``act(gate)`` from above and up on both
+    sides. ``alpha`` selects GPT-OSS's form: ``gate * sigmoid(alpha * gate) * (up + 1)``.
+    ``gelu`` is the exact one, ``gelu_tanh`` the approximation, ``relu2`` is ``relu(x)**2``.
+    """
+
+    name: str = "silu"
+    gated: bool = True
+    limit: float | None = None
+    limit_form: str = "before"
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        faults.choice("name", self.name, ACTIVATIONS)
+        faults.flag("gated", self.gated)
+        faults.choice("limit_form", self.limit_form, LIMIT_FORMS)
+        if self.limit is not None:
+            faults.number("limit", self.limit, above=0)
+        if self.alpha is not None:
+            faults.number("alpha", self.alpha, above=0)
+            if self.name != "silu" or not self.gated:
+                faults.add("alpha", self.alpha, "is GPT-OSS's form: needs name=silu and gated=true")
+            if self.limit is not None and self.limit_form != "before":
+                faults.add("limit_form", self.limit_form, "with alpha the clamp comes before")
+        faults.settle()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig(_Config):
+    """Widths. ``world = dp * ep * tp`` and ``rank = (dp_rank * ep + ep_rank) * tp + tp_rank``.
+
+    ``ep_size`` spreads experts, ``tp_size`` cuts each expert's ``intermediate_size``, ``dp_size``
+    replicates the expert set. Tokens differ over dp and ep and are equal within tp.
+    """
+
+    ep_size: int = 1
+    tp_size: int = 1
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        for name in ("ep_size", "tp_size", "dp_size"):
+            faults.integer(name, getattr(self, name))
+        faults.settle()
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_size * self.ep_size * self.tp_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig(_Config):
+    """One mixture-of-experts layer.
+
+    ``w13_layout``: how gate and up rows lie in ``w13 [E, 2I, H]``: ``"gate_up"`` (gate half, then
+    up half), ``"up_gate"``, ``"interleaved"`` (gate, up, gate, up, ...). Without a gate ``w13`` is
+    ``[E, I, H]`` and the layout says nothing.
+    ``apply_router_weight_on_input``: scale the expert's input instead of its output.
+    ``combine``: ``"per_slot"`` or ``"per_rank"``, see docs/design.md, Numerics.
+    ``quant``: a name from a later version; ``None`` today.
+    ``backend``: a spec, see ``moe-core explain --help``; the argument of a layer wins over it.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    router: RouterConfig = field(default_factory=RouterConfig)
+    activation: Activation = field(default_factory=Activation)
+    num_shared_experts: int = 0
+    shared_intermediate_size: int | None = None
+    w13_layout: str = "gate_up"
+    bias: bool = False
+    apply_router_weight_on_input: bool = False
+    capacity_factor: float | None = None
+    capacity_policy: str = "drop"
+    quant: str | None = None
+    combine: str = "per_rank"
+    dtype: str = "float32"
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        faults = Faults()
+        sizes = [
+            faults.integer(name, getattr(self, name))
+            for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")
+        ]
+        if all(sizes[2:]) and self.top_k > self.num_experts:
+            faults.add("top_k", self.top_k, f"at most num_experts={self.num_experts}")
+        faults.integer("num_shared_experts", self.num_shared_experts, 0)
+        if self.shared_intermediate_size is not None:
+            faults.integer("shared_intermediate_size", self.shared_intermediate_size)
+            if self.num_shared_experts == 0:
+                faults.add(
+                    "shared_intermediate_size",
+                    self.shared_intermediate_size,
+                    "needs num_shared_experts of at least 1",
+                )
+        faults.choice("w13_layout", self.w13_layout, W13_LAYOUTS)
+        faults.choice("capacity_policy", self.capacity_policy, CAPACITY_POLICIES)
+        faults.choice("combine", self.combine, COMBINES)
+        faults.choice("dtype", self.dtype, DTYPES)
+        faults.flag("bias", self.bias)
+        faults.flag("apply_router_weight_on_input", self.apply_router_weight_on_input)
+        if self.capacity_factor is not None and not (
+            isinstance(self.capacity_factor, int | float) and 0 <= self.capacity_factor < 1e9
+        ):
+            faults.add("capacity_factor", self.capacity_factor, "must be a number of at least 0")
+        for name in ("quant", "backend"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                faults.add(name, value, "must be a string or null")
+        for name, kind in (("router", RouterConfig), ("activation", Activation)):
+            if not isinstance(getattr(self, name), kind):
+                faults.add(name, repr(getattr(self, name)), f"must be a {kind.__name__}")
+        if isinstance(self.router, RouterConfig) and all(sizes[2:]):
+            self._check_groups(faults)
+        faults.settle()
+
+    def _check_groups(self, faults: Faults) -> None:
+        groups, chosen = self.router.num_expert_group, self.router.topk_group
+        if groups is None or chosen is None:
+            return
+        if self.num_experts % groups:
+            faults.add(
+                "router.num_expert_group", groups, f"must divide num_experts={self.num_experts}"
+            )
+        elif self.top_k > chosen * (self.num_experts // groups):
+            faults.add(
+                "router.topk_group",
+                chosen,
+                f"{chosen} groups of {self.num_experts // groups} experts can't give "
+                f"top_k={self.top_k} choices",
+            )
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of one expert's ``w13``: 2I with a gate, I without."""
+        return self.intermediate_size * (2 if self.activation.gated else 1)
+
+    @property
+    def shared_size(self) -> int:
+        """Inner width of the shared experts taken together (0 if there are none)."""
+        each = self.shared_intermediate_size or self.intermediate_size
+        return self.num_shared_experts * each
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Self:
+        """From a JSON file. Raises ``ConfigError`` for anything that isn't a layer config."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            message = f"can't be read: {error.strerror or error}"
+            raise ConfigError([Fault("config", str(path), message)]) from error
+        except ValueError as error:
+            raise ConfigError([Fault("config", str(path), f"is not JSON: {error}")]) from error
+        if not isinstance(data, dict):
+            raise ConfigError([Fault("config", str(path), "must hold a JSON object")])
+        return cls.from_dict(data)
+
+
+_NESTED: dict[str, type[RouterConfig] | type[Activation]] = {
+    "router": RouterConfig,
+    "activation": Activation,
+}
+
+
+def _build(cls: Any, data: Mapping[str, Any], where: str) -> Any:
+    known = {f.name: f for f in fields(cls)}
+    prefix = f"{where}." if where else ""
+    faults = check_keys(where, data, known)
+    values: dict[str, Any] = {}
+    for key in known:
+        if key not in data:
+            continue
+        value = data[key]
+        if key in _NESTED and isinstance(value, Mapping):
+            try:
+                value = _build(_NESTED[key], value, f"{prefix}{key}")  # type: ignore[arg-type]
+            except ConfigError as error:
+                faults.extend(error.faults)
+                continue
+        values[key] = value
+    missing = [
+        name
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")
+        if name in known and name not in data
+    ]
+    faults += [Fault(f"{prefix}{name}", None, "is required") for name in missing]
+    if not missing:
+        try:
+            built = cls(**values)
+            if not faults:
+                return built
+        except ConfigError as error:
+            faults += [
+                Fault(f"{prefix}{f.field}", f.value, f.message)
+                for f in error.faults
+                if f.field.split(".")[0] in values or f.field.split(".")[0] not in _NESTED
+            ]
+    raise ConfigError(faults)

@@ -1,0 +1,104 @@
+"""The five roles. A backend implements some of them; ``docs/design.md`` says how they compose.
+
+A part is built with ``Part(context)`` where ``context`` is a ``BuildContext``. It keeps nothing
+between dispatch and combine on itself: that is what the handle is for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic
+
+from torch import nn
+
+from moe_core.contracts import BuildContext, PlanT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_core.contracts import ExpertWeights, Handle, Pending, Routing
+    from moe_core.layouts import Record
+
+
+class Router(nn.Module, ABC):
+    """Chooses experts: ``hidden_states [T, H] (+ input_ids [T])`` → ``Routing`` with logical ids."""
+
+    @abstractmethod
+    def forward(
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor | None = None,
+        token_mask: Tensor | None = None,
+    ) -> Routing:
+        """``input_ids`` int64 ``[T]``, ``token_mask`` bool ``[T]`` (True = a real token)."""
+
+
+class Dispatcher(ABC, Generic[PlanT]):
+    """Brings each token's row to where its experts' weights are."""
+
+    max_in_flight: int | None = None
+    """How many dispatches may be open at once; None = any number."""
+
+    @abstractmethod
+    def dispatch_begin(
+        self, hidden_states: Tensor, routing: Routing
+    ) -> Pending[tuple[Record, Handle[PlanT]]]:
+        """``hidden_states`` ``[T, H]``, any T from 0. Begin order is the same on all ranks."""
+
+    def dispatch(self, hidden_states: Tensor, routing: Routing) -> tuple[Record, Handle[PlanT]]:
+        return self.dispatch_begin(hidden_states, routing).finish()
+
+
+class Combiner(ABC, Generic[PlanT]):
+    """Brings results home and pays what is still owed; uses the handle up."""
+
+    @abstractmethod
+    def combine_begin(self, record: Record, handle: Handle[PlanT]) -> Pending[Tensor]:
+        """→ ``[T, H]`` in the rows' dtype. Raises ``HandleError`` for a used or foreign handle."""
+
+    def combine(self, record: Record, handle: Handle[PlanT]) -> Tensor:
+        return self.combine_begin(record, handle).finish()
+
+
+class Transport(Dispatcher[PlanT], Combiner[PlanT]):
+    """A Dispatcher and its Combiner, which share a kind of handle and therefore come as one."""
+
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+
+class ExpertRunner(ABC):
+    """Computes ``W2·(act(W1·x) ⊙ W3·x)`` for each row with its expert's weights."""
+
+    batch_invariant: bool = False
+    """True where a row's result has the same bits whatever other rows are there."""
+
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def run(self, record: Record, weights: ExpertWeights) -> Record:
+        """The layout agreed when the layer was built in, the one agreed out. Never writes to
+        ``record``'s tensors. Idle experts get zero gradients, not None."""
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        """An inference copy in the kernel's own format; the default needs none."""
+        return weights
+
+    def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
+        """Scratch for ``num_tokens`` rows with ``top_k`` slots each, worst case, in bytes."""
+        return 0
+
+
+class FusedPath(ABC):
+    """Dispatch, experts and combine in one call."""
+
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def forward(self, hidden_states: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+        """``[T, H]`` → ``[T, H]``, every debt paid."""
+
+    def prepare(self, weights: ExpertWeights) -> ExpertWeights:
+        return weights
