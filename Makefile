@@ -12,7 +12,6 @@ ARGS    ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.set-up
-CHECK := build/wheel-check
 
 # Passed by environment, so that any text survives the shell.
 export BACKEND TEXT
@@ -33,6 +32,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	@$(BIN)/pyright
 
+# Builds the sdist, the wheel from it, and uses the wheel as somebody without this folder would.
+wheel-check: $(STAMP)
+	@.ci/wheel-check $(BIN)/python build/wheel-check
+
 set-up: $(STAMP)
 
 # torch goes first and alone: it is the one large download, and a failure there is easy to read.
@@ -42,9 +45,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  sys.exit(None if v >= (3, 11) else f"moe-core needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
 	@echo "Setting up $(VENV) (once, and again when pyproject.toml or constraints.txt changes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet -c constraints.txt hatchling editables
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
+	@$(BIN)/python -m pip install -qq -c constraints.txt torch
+	@$(BIN)/python -m pip install -qq -c constraints.txt hatchling editables
+	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
 
 clean:
