@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from moe_core.errors import ConfigError, Fault, check_keys, nearest
 
@@ -47,12 +47,13 @@ class Faults(list[Fault]):
             self.add(name, value, f"must be an integer of at least {minimum}")
         return good
 
-    def number(self, name: str, value: Any, *, above: float) -> bool:
+    def number(
+        self, name: str, value: Any, *, above: float | None = None, least: float = 0
+    ) -> None:
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        good = good and above < value < float("inf")
-        if not good:
-            self.add(name, value, f"must be a finite number above {above:g}")
-        return good
+        bound = f"above {above:g}" if above is not None else f"of at least {least:g}"
+        if not good or not least <= value < float("inf") or (above is not None and value <= above):
+            self.add(name, value, f"must be a finite number {bound}")
 
     def flag(self, name: str, value: Any) -> None:
         if not isinstance(value, bool):
@@ -256,18 +257,18 @@ class MoEConfig(_Config):
         faults.choice("dtype", self.dtype, DTYPES)
         faults.flag("bias", self.bias)
         faults.flag("apply_router_weight_on_input", self.apply_router_weight_on_input)
-        if self.capacity_factor is not None and not (
-            isinstance(self.capacity_factor, int | float) and 0 <= self.capacity_factor < 1e9
-        ):
-            faults.add("capacity_factor", self.capacity_factor, "must be a number of at least 0")
+        if self.capacity_factor is not None:
+            faults.number("capacity_factor", self.capacity_factor, least=0)
         for name in ("quant", "backend"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 faults.add(name, value, "must be a string or null")
-        for name, kind in (("router", RouterConfig), ("activation", Activation)):
+        nested = True
+        for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 faults.add(name, repr(getattr(self, name)), f"must be a {kind.__name__}")
-        if isinstance(self.router, RouterConfig) and all(sizes[2:]):
+                nested = False
+        if nested and all(sizes[2:]):
             self._check_groups(faults)
         faults.settle()
 
@@ -308,9 +309,9 @@ class MoEConfig(_Config):
             raise ConfigError([Fault("config", str(path), message)]) from error
         except ValueError as error:
             raise ConfigError([Fault("config", str(path), f"is not JSON: {error}")]) from error
-        if not isinstance(data, dict):
+        if not isinstance(data, Mapping):
             raise ConfigError([Fault("config", str(path), "must hold a JSON object")])
-        return cls.from_dict(data)
+        return cls.from_dict(cast("Mapping[str, Any]", data))
 
 
 _NESTED: dict[str, type[RouterConfig] | type[Activation]] = {

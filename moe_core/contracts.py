@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.config import Activation
+    from moe_core.manifest import Request
 
 INVALID = -1
 """The one invalid id. A slot is invalid iff its id is -1: its weight is ignored, its gradient 0."""
@@ -152,13 +153,13 @@ class Pending(Generic[ResultT]):
 class BuildContext:
     """What a part is told when it is built.
 
-    ``config``/``parallel``: the layer. ``device``: torch device string. ``options``: from the spec
-    (``NAME[key=value]``), defaults filled in. ``pays``: the debts that this part was assigned.
-    ``num_local_experts``, ``first_local_expert``: what lives on this rank.
-    ``takes``/``gives``: the layouts agreed with its neighbours. ``autograd``: gradients needed.
+    ``request``: what the layer asked for. ``dtype``: torch dtype name; ``device``: torch device
+    string. ``num_local_experts``, ``first_local_expert``: what lives on this rank.
+    ``takes``/``gives``: the layouts agreed with its neighbours. ``pays``: the debts that this part
+    was assigned. ``options``: from the spec (``NAME[key=value]``), defaults filled in.
     """
 
-    request: object
+    request: Request
     dtype: str
     device: str
     num_experts: int

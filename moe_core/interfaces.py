@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 class Router(nn.Module, ABC):
     """Chooses experts: ``hidden_states [T, H] (+ input_ids [T])`` → ``Routing`` with logical ids."""
 
+    routing_ids: bool = True
+    """False for a router that returns logits only, for kernels that choose by themselves."""
+
     @abstractmethod
     def forward(
         self,

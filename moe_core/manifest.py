@@ -289,7 +289,8 @@ def _part(data: Any) -> Part:
     if faults:
         raise ConfigError(faults)
     values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in part.items()
+        key: tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+        for key, value in part.items()
     }
     if "offer" in values:
         values["offer"] = _offer(values["offer"])
@@ -310,7 +311,7 @@ def _offer(data: Any) -> Offer:
         if isinstance(value, Mapping):
             bounds = cast("Mapping[str, Any]", value)
             faults += check_keys(f"offer.{key}", bounds, ("min", "max", "multiple_of"))
-            value = Range(**bounds) if not faults else value
+            value = Range(**bounds) if not faults else ANY
         elif isinstance(value, list):
             value = tuple(cast("list[Any]", value))
         elif not isinstance(value, bool | Range | tuple):

@@ -1,0 +1,250 @@
+"""The whole layer: router, routed experts, shared experts.
+
+Shapes: T tokens, K choices per token, E experts, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_core import tracing
+from moe_core.activation import activate
+from moe_core.config import MoEConfig, ParallelConfig
+from moe_core.contracts import INVALID, Routing
+from moe_core.errors import InputError
+from moe_core.experts import Experts, check_hidden, resolve_or_raise
+from moe_core.interfaces import Router
+from moe_core.pipeline import load_target
+from moe_core.routing import CallableRouter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+PHASES = (None, "prefill", "decode")
+
+
+class SharedExperts(nn.Module):
+    """Experts that every token passes through: one MLP of their widths taken together.
+
+    ``w13 [2S, H]`` in the config's ``w13_layout`` (``[S, H]`` without a gate) and ``w2 [H, S]``
+    with S = num_shared_experts * shared_intermediate_size. No biases, no routing weight. The
+    activation is that of the routed experts, its limit included.
+    """
+
+    def __init__(self, config: MoEConfig, device: torch.device, requires_grad: bool = True) -> None:
+        super().__init__()
+        self.activation, self.w13_layout = config.activation, config.w13_layout
+        dtype, size = getattr(torch, config.dtype), config.shared_size
+        rows = size * (2 if config.activation.gated else 1)
+        self.w13 = nn.Parameter(
+            torch.empty(rows, config.hidden_size, dtype=dtype, device=device), requires_grad
+        )
+        self.w2 = nn.Parameter(
+            torch.empty(config.hidden_size, size, dtype=dtype, device=device), requires_grad
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for weight in (self.w13, self.w2):
+                weight.normal_(0, 1 / math.sqrt(weight.shape[-1]))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[T, H]`` → ``[T, H]``."""
+        h = activate(F.linear(hidden_states, self.w13), self.activation, self.w13_layout)
+        return F.linear(h, self.w2)
+
+
+class MoELayer(nn.Module):
+    """``hidden_states [..., H]`` → ``[..., H]``: route, run the chosen experts, add the shared.
+
+    ``backend``: a spec such as ``"auto"``, ``"torch"``, ``"A+B"``; precedence argument > config >
+    ``MOE_BACKEND`` > auto. ``router``: your own ``Router`` or callable ``(hidden_states [T, H],
+    input_ids [T]) → Routing`` or ``(topk_ids, topk_weights)`` in place of the configured one.
+    ``inference=True`` asks for no gradients (more backends may serve). ``max_tokens_per_rank``
+    bounds T. Raises ``ConfigError`` with every fault and every candidate's every refusal.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        parallel: ParallelConfig | None = None,
+        backend: str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        mesh: DeviceMesh | None = None,
+        router: Router | Callable[..., Any] | None = None,
+        max_tokens_per_rank: int | None = None,
+        inference: bool = False,
+        policy: str = "strict",
+        compile: bool = False,
+        cuda_graph: bool = False,
+    ) -> None:
+        super().__init__()
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        self.config = config
+        self.name = ""
+        resolution = resolve_or_raise(
+            config,
+            parallel or ParallelConfig(),
+            backend,
+            target,
+            router=None if router is None else "custom",
+            routing_ids=getattr(router, "routing_ids", True),
+            autograd=not inference,
+            compile=compile,
+            cuda_graph=cuda_graph,
+        )
+        self.experts = Experts(
+            config,
+            parallel,
+            backend,
+            device=target,
+            mesh=mesh,
+            max_tokens_per_rank=max_tokens_per_rank,
+            inference=inference,
+            policy=policy,
+            compile=compile,
+            cuda_graph=cuda_graph,
+            resolution=resolution,
+        )
+        if router is None:
+            router = load_target(resolution.parts["router"])(config, device=target)
+        elif not isinstance(router, Router):
+            router = CallableRouter(router, config)
+        assert isinstance(router, Router)
+        self.router = router
+        if inference:
+            self.router.requires_grad_(False)
+        self.shared_experts = (
+            SharedExperts(config, target, not inference) if config.num_shared_experts else None
+        )
+        self._warn_about_dead_router(inference)
+
+    def _warn_about_dead_router(self, inference: bool) -> None:
+        routing = self.config.router
+        constant = routing.renormalize or not routing.softmax_before_topk
+        if self.config.top_k == 1 and constant and not inference:
+            warnings.warn(
+                "top_k=1 with normalised weights: every weight is the constant "
+                f"{routing.routed_scaling_factor:g}, so the router gets no gradient from the "
+                "output; add a load-balance loss, or set renormalize=false with "
+                "softmax_before_topk=true",
+                stacklevel=3,
+            )
+
+    @property
+    def resolution(self) -> Any:
+        return self.experts.resolution
+
+    @property
+    def backend_name(self) -> str:
+        return self.experts.resolution.name
+
+    @overload
+    def forward(
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        *,
+        routing: Routing | None = None,
+        return_routing: Literal[False] = False,
+        phase: str | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        *,
+        routing: Routing | None = None,
+        return_routing: Literal[True],
+        phase: str | None = None,
+    ) -> tuple[Tensor, Routing]: ...
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        *,
+        routing: Routing | None = None,
+        return_routing: bool = False,
+        phase: str | None = None,
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """``input_ids`` and ``token_mask`` have the leading shape of ``hidden_states``.
+
+        ``token_mask`` True = a real token; rows of the others are not read, choose no expert and
+        come back as zeros. ``routing``: use this one (saved, replayed) and don't route.
+        ``return_routing``: also return what was used. ``phase`` picks one of several agreed plans
+        (``"prefill"``, ``"decode"``); a local layer has one plan for all.
+        """
+        if phase not in PHASES:
+            raise InputError(f"phase must be one of prefill, decode or None, not {phase!r}")
+        config, shape = self.config, hidden_states.shape
+        rows = check_hidden(hidden_states, config.hidden_size, self.experts.dtype)
+        rows = rows.reshape(-1, config.hidden_size)
+        input_ids = _per_token("input_ids", input_ids, shape)
+        mask = _per_token("token_mask", token_mask, shape)
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                raise InputError(f"token_mask must be bool, not {mask.dtype}")
+            rows = torch.where(mask[:, None], rows, 0)
+        device = rows.device
+        with tracing.layer_call(self.name, config.num_experts, self.experts.parallel.world_size):
+            if routing is None:
+                with tracing.stage("router", device):
+                    routing = self.router(rows, input_ids, mask)
+            assert routing is not None
+            if mask is not None and routing.topk_ids is not None:
+                ids = routing.topk_ids.masked_fill(~mask[:, None], INVALID)
+                routing = replace(routing, topk_ids=ids)
+            out = self.experts.forward_routing(rows, routing)
+            if self.shared_experts is not None:
+                with (
+                    tracing.stage("shared_experts", device),
+                    torch.autocast(device.type, enabled=False),
+                ):
+                    out = out + self.shared_experts(rows)
+            if mask is not None:
+                out = torch.where(mask[:, None], out, 0)
+            traced = tracing.current()
+            if traced is not None:
+                traced.routing, traced.output = routing, out
+        out = out.view(shape)
+        return (out, routing) if return_routing else out
+
+    def describe(self) -> dict[str, Any]:
+        """What was built, as JSON data; no host sync."""
+        return self.experts.describe() | {
+            "router": type(self.router).__name__,
+            "num_shared_experts": self.config.num_shared_experts,
+        }
+
+    def stats(self) -> dict[str, Tensor]:
+        """Counters on the device; reading one is what synchronises."""
+        return self.experts.stats()
+
+
+def _per_token(name: str, tensor: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """``[...]`` → ``[T]``."""
+    if tensor is None:
+        return None
+    if tensor.shape != shape[:-1]:
+        raise InputError(
+            f"{name} must have shape {tuple(shape[:-1])} like hidden_states without its last "
+            f"dimension, not {tuple(tensor.shape)}"
+        )
+    return tensor.reshape(-1)

@@ -1,0 +1,399 @@
+"""From a config to the parts that will run it, or to every reason why none can.
+
+``resolve`` is a pure function of its arguments, the installed backends and ``MOE_BACKEND``; it
+never raises for a refusal. Building a layer raises ``ConfigError(resolution)`` when ``not ok``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from moe_core import environment, registry
+from moe_core.capabilities import Candidate, Path, Refusal, find_path, part_refusals
+from moe_core.config import MoEConfig, ParallelConfig, dtype_name
+from moe_core.errors import (
+    BackendConflictError,
+    BackendLoadError,
+    BackendVersionError,
+    UnknownBackendError,
+)
+from moe_core.manifest import API, PER_SLOT_LAYOUTS, Request
+from moe_core.spec import Alternative, NamedBackend, Spec, parse_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moe_core.converters import ConverterSpec
+
+ROUTED_OUTSIDE = ("custom", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """A field that a rule changed, and why (policy ``adjust`` only)."""
+
+    rule: str
+    field: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What was asked, what was chosen, and why not the others.
+
+    ``parts``: role → candidate (``router`` absent where the caller routes; ``fused`` in place of
+    ``transport`` and ``runner``). ``path``: how transport and runner meet. ``refusals``: of every
+    candidate that was looked at. ``source``: where the spec came from (``argument``, ``config``,
+    ``MOE_BACKEND``, ``auto``). ``would_work``: what ``auto`` would choose where the spec failed.
+    """
+
+    request: Request
+    spec: str
+    source: str
+    parts: Mapping[str, Candidate]
+    path: Path | None
+    refusals: tuple[Refusal, ...]
+    adjustments: tuple[Adjustment, ...] = ()
+    would_work: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.parts)
+
+    @property
+    def converters(self) -> tuple[ConverterSpec, ...]:
+        return (self.path.converter,) if self.path and self.path.converter else ()
+
+    @property
+    def name(self) -> str:
+        """The chosen backends in spec form: ``"torch"``, ``"nccl+triton"``."""
+        if "fused" in self.parts:
+            return self.parts["fused"].backend.name
+        names = [self.parts[r].backend.name for r in ("transport", "runner") if r in self.parts]
+        return "+".join(dict.fromkeys(names))
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks iff they agree on what will run, versions included."""
+        agreed = {
+            "api": API,
+            "request": self.request.to_dict(),
+            "parts": {role: c.to_dict() for role, c in sorted(self.parts.items())},
+            "path": asdict(self.path) if self.path else None,
+        }
+        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "name": self.name,
+            "spec": self.spec,
+            "source": self.source,
+            "fingerprint": self.fingerprint,
+            "request": self.request.to_dict(),
+            "parts": {role: c.to_dict() for role, c in self.parts.items()},
+            "path": asdict(self.path) if self.path else None,
+            "converters": [c.name for c in self.converters],
+            "adjustments": [asdict(a) for a in self.adjustments],
+            "refusals": [r.to_dict() for r in self.refusals],
+            "would_work": self.would_work,
+        }
+
+    def table(self) -> str:
+        """For people: the chosen parts, then every refusal."""
+        lines = [
+            f"asked for {self.spec!r} ({self.source}): " + (self.name if self.ok else "refused")
+        ]
+        for role in ("router", "transport", "runner", "fused"):
+            if role in self.parts:
+                c = self.parts[role]
+                options = "".join(f" {k}={v}" for k, v in c.options.items())
+                lines.append(f"  {role:<10} {c.label}  ({c.distribution} {c.version}){options}")
+        if self.path:
+            p = self.path
+            steps = [p.dispatched, p.runner_in, p.runner_out, p.combined]
+            via = f" (converter {p.converter.name})" if p.converter else ""
+            shown = [s for i, s in enumerate(steps) if i == 0 or s != steps[i - 1]]
+            lines.append(f"  {'rows':<10} {' -> '.join(shown)}{via}")
+            lines.append(
+                f"  {'paid by':<10} " + ", ".join(f"{d}: {w}" for d, w in p.payers.items())
+            )
+        if self.refusals:
+            lines.append("refusals:")
+            lines += [f"  {r}" for r in self.refusals]
+        if self.would_work:
+            lines.append(f"backend='auto' would choose {self.would_work!r}")
+        return "\n".join(lines)
+
+    def why_not(self) -> str:
+        head = f"backend {self.spec!r} (from {self.source}) can't serve this layer"
+        lines = [head + (":" if self.refusals else ""), *(f"  {r}" for r in self.refusals)]
+        if self.would_work:
+            lines.append(f"backend='auto' would choose {self.would_work!r}")
+        return "\n".join(lines)
+
+
+def make_request(
+    config: MoEConfig,
+    parallel: ParallelConfig,
+    *,
+    device: str = "cpu",
+    router: str | None = None,
+    routing_ids: bool = True,
+    autograd: bool = True,
+    compile: bool = False,
+    cuda_graph: bool = False,
+) -> Request:
+    """``device`` is a type (``"cpu"``, ``"cuda"``); an index after it is dropped."""
+    act, routing = config.activation, config.router
+    return Request(
+        device=str(device).partition(":")[0],
+        dtype=dtype_name(config.dtype),
+        router=router or routing.kind,
+        scoring_func=routing.scoring_func,
+        expert_groups=routing.num_expert_group is not None,
+        correction_bias=routing.correction_bias,
+        routing_ids=routing_ids,
+        quant=config.quant or "none",
+        activation=act.name,
+        gated=act.gated,
+        limit="none" if act.limit is None else act.limit_form,
+        alpha=act.alpha is not None,
+        w13_layout=config.w13_layout,
+        bias=config.bias,
+        weight_on_input=config.apply_router_weight_on_input,
+        capacity=config.capacity_factor is not None,
+        combine=config.combine,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        ep_size=parallel.ep_size,
+        tp_size=parallel.tp_size,
+        dp_size=parallel.dp_size,
+        autograd=autograd,
+        compile=compile,
+        cuda_graph=cuda_graph,
+    )
+
+
+def resolve(
+    config: MoEConfig,
+    parallel: ParallelConfig | None = None,
+    backend: str | None = None,
+    *,
+    device: str = "cpu",
+    router: str | None = None,
+    routing_ids: bool = True,
+    autograd: bool = True,
+    compile: bool = False,
+    cuda_graph: bool = False,
+) -> Resolution:
+    """What would run this layer. Precedence: argument > config > ``MOE_BACKEND`` > auto.
+
+    ``router`` is ``"custom"`` or ``"none"`` where the caller routes. Raises ``ConfigError`` for a
+    spec that can't be read, ``UnknownBackendError``, ``BackendConflictError``,
+    ``BackendLoadError`` or ``BackendVersionError`` for the one backend that was named; in a list
+    these are refusals and the next one is tried.
+    """
+    text, source = _spec_and_source(config, backend)
+    request = make_request(
+        config,
+        parallel or ParallelConfig(),
+        device=device,
+        router=router,
+        routing_ids=routing_ids,
+        autograd=autograd,
+        compile=compile,
+        cuda_graph=cuda_graph,
+    )
+    spec = parse_spec(text)
+    found = _try_all(spec, request)
+    if found.ok or spec.is_auto:
+        would_work = ""
+    else:
+        would_work = _try_all(parse_spec("auto"), request).name
+    return Resolution(
+        request=request,
+        spec=text,
+        source=source,
+        parts=found.parts,
+        path=found.path,
+        refusals=tuple(dict.fromkeys(found.refusals)),
+        would_work=would_work,
+    )
+
+
+def _spec_and_source(config: MoEConfig, backend: str | None) -> tuple[str, str]:
+    if backend is not None:
+        return backend, "argument"
+    if config.backend is not None:
+        return config.backend, "config"
+    from_env = environment.backend()
+    return (from_env, "MOE_BACKEND") if from_env else ("auto", "auto")
+
+
+@dataclass(slots=True)
+class _Found:
+    parts: dict[str, Candidate] = field(default_factory=dict[str, Candidate])
+    path: Path | None = None
+    refusals: list[Refusal] = field(default_factory=list[Refusal])
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.parts)
+
+    @property
+    def name(self) -> str:
+        names = [c.backend.name for role, c in self.parts.items() if role != "router"]
+        return "+".join(dict.fromkeys(names))
+
+
+_LOAD_ERRORS = (
+    UnknownBackendError,
+    BackendConflictError,
+    BackendLoadError,
+    BackendVersionError,
+)
+
+
+def _try_all(spec: Spec, request: Request) -> _Found:
+    found = _Found()
+    for alternative in spec.alternatives:
+        try:
+            _try_alternative(alternative, request, found)
+        except _LOAD_ERRORS as error:
+            if len(spec.alternatives) == 1:
+                raise
+            name = "+".join(n.name for n in alternative.names)
+            found.refusals.append(_load_refusal(name, error))
+        if found.ok:
+            break
+    return found
+
+
+def _load_refusal(name: str, error: Exception) -> Refusal:
+    codes: dict[type[Exception], str] = {
+        UnknownBackendError: "unknown",
+        BackendConflictError: "conflict",
+        BackendVersionError: "version",
+    }
+    code = codes.get(type(error), "broken")
+    return Refusal(name, code, "backend", name, code, str(error))
+
+
+def _try_alternative(alternative: Alternative, request: Request, found: _Found) -> None:
+    named = [_parts_of(n, found.refusals) for n in alternative.names]
+    roles: dict[str, list[Candidate]] = {}
+    if len(named) == 2:
+        wanted = (("transport", named[0]), ("runner", named[1]))
+        for (role, parts), name in zip(wanted, alternative.names, strict=True):
+            roles[role] = [c for c in parts if c.part.role == role]
+            if not roles[role]:
+                offered = ", ".join(dict.fromkeys(c.part.role for c in parts))
+                fix = "TRANSPORT+RUNNER takes a transport first and a runner second"
+                found.refusals.append(Refusal(name.name, "role", "role", role, offered, fix))
+    elif named:
+        for c in named[0]:
+            roles.setdefault(c.part.role, []).append(c)
+    others = _all_parts(found.refusals)
+    if named and not any(named):
+        return
+    staged = "fused" not in roles or bool({"transport", "runner"} & set(roles))
+    wanted_roles = ["router"] if request.router not in ROUTED_OUTSIDE else []
+    wanted_roles += ["transport", "runner"] if staged else []
+    wanted_roles += ["fused"] if not named or "fused" in roles else []
+    able: dict[str, list[Candidate]] = {}
+    for role in wanted_roles:
+        able[role] = []
+        for candidate in roles.get(role, [c for c in others if c.part.role == role]):
+            refusals = part_refusals(candidate, request)
+            found.refusals += refusals
+            if not refusals:
+                able[role].append(candidate)
+        able[role].sort(key=lambda c: (-c.part.preference, c.label, c.distribution))
+    if "router" in able and not able["router"]:
+        return
+    best = _best_experts(able, request, found.refusals)
+    if best is None:
+        return
+    chosen, found.path = best
+    if "router" in able:
+        found.parts["router"] = able["router"][0]
+    found.parts.update(chosen)
+
+
+def _best_experts(
+    able: Mapping[str, list[Candidate]], request: Request, refusals: list[Refusal]
+) -> tuple[dict[str, Candidate], Path | None] | None:
+    """The preferred able pair, or fused part; ties: one backend, fewer converters, names."""
+    choices: list[tuple[tuple[Any, ...], dict[str, Candidate], Path | None]] = []
+    for t in able.get("transport", []):
+        for r in able.get("runner", []):
+            path = find_path(t, r, request)
+            if isinstance(path, list):
+                refusals += path
+                continue
+            together = t.backend.name == r.backend.name
+            rank = (
+                -(t.part.preference + r.part.preference),
+                not together,
+                path.converter is not None,
+                path.combined in PER_SLOT_LAYOUTS,
+                t.label,
+                r.label,
+            )
+            choices.append((rank, {"transport": t, "runner": r}, path))
+    for f in able.get("fused", []):
+        rank = (-2 * f.part.preference, False, False, False, f.label, "")
+        choices.append((rank, {"fused": f}, None))
+    if not choices:
+        return None
+    _, parts, path = min(choices, key=lambda c: c[0])
+    return parts, path
+
+
+def _parts_of(named: NamedBackend, refusals: list[Refusal]) -> list[Candidate]:
+    """The parts of a backend that a spec's name and options select."""
+    entry = registry.get(named.name, named.distribution)
+    parts = entry.backend.parts
+    mode = named.options.get("mode")
+    selected = [p for p in parts if mode is None or p.mode in ("", mode)]
+    if mode is not None and not any(p.mode == mode for p in parts):
+        modes = ", ".join(dict.fromkeys(p.mode for p in parts if p.mode)) or "none"
+        refusals.append(
+            Refusal(named.name, "option", "mode", mode, modes, "set mode to one of these")
+        )
+        return []
+    # A key belongs to the parts that know it; one that no part knows is refused by all of them.
+    known = {key for part in parts for key in part.options}
+    return [
+        Candidate(
+            entry.backend,
+            part,
+            entry.distribution,
+            entry.version,
+            {
+                key: value
+                for key, value in named.options.items()
+                if key != "mode" and (key in part.options or key not in known)
+            },
+        )
+        for part in selected
+    ]
+
+
+def _all_parts(refusals: list[Refusal]) -> list[Candidate]:
+    parts: list[Candidate] = []
+    for info in registry.list_backends():
+        if info.status == "available":
+            parts += _parts_of(NamedBackend(info.name, info.distribution, {}), refusals)
+        else:
+            refusals.append(
+                Refusal(info.name, info.status, "backend", info.name, info.status, info.reason)
+            )
+    return parts

@@ -1,0 +1,154 @@
+"""What went where: ``with trace() as t: layer(x)``.
+
+Nothing is recorded, copied or synchronised outside the context; inside it each stage is timed
+(on CUDA after a synchronise) and the tensors that cross the seams are kept by reference.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from moe_core.contracts import Routing
+
+
+@dataclass
+class LayerCall:
+    """One call of one layer.
+
+    ``stages``: stage → seconds. ``rows_per_expert``: rows computed per logical expert.
+    ``payload_bytes[src][dst]``: row bytes sent from rank to rank (rows that stay are not sent).
+    ``collectives``: names, in order. ``hidden_states [T, H]``, ``routing``, ``output [T, H]``.
+    ``slot_rows`` int64 ``[T, K]``: row of each (token, slot) in the expert buffer, -1 for none;
+    ``expert_rows [T, K, H]``: what the experts returned for it. Both None for a path that doesn't
+    show them.
+    """
+
+    name: str
+    num_experts: int
+    world_size: int = 1
+    stages: dict[str, float] = field(default_factory=dict[str, float])
+    payload_bytes: list[list[int]] = field(default_factory=list[list[int]])
+    collectives: list[str] = field(default_factory=list[str])
+    hidden_states: Tensor | None = None
+    routing: Routing | None = None
+    slot_rows: Tensor | None = None
+    expert_rows: Tensor | None = None
+    output: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        n = self.world_size
+        self.payload_bytes = self.payload_bytes or [[0] * n for _ in range(n)]
+
+    @property
+    def rows_per_expert(self) -> list[int]:
+        if self.routing is None or self.routing.topk_ids is None:
+            return [0] * self.num_experts
+        ids = self.routing.topk_ids
+        return torch.bincount(ids[ids >= 0].flatten(), minlength=self.num_experts).tolist()
+
+
+class Trace:
+    """The calls made inside ``trace()``, in order, and their sums."""
+
+    def __init__(self) -> None:
+        self.calls: list[LayerCall] = []
+        self._open: list[LayerCall] = []
+
+    @property
+    def rows_per_expert(self) -> list[int]:
+        """Summed over the calls, expert by expert."""
+        total = [0] * max((c.num_experts for c in self.calls), default=0)
+        for call in self.calls:
+            for expert, rows in enumerate(call.rows_per_expert):
+                total[expert] += rows
+        return total
+
+    @property
+    def payload_bytes(self) -> list[list[int]]:
+        """Summed over the calls; ``[src][dst]``."""
+        n = max((c.world_size for c in self.calls), default=1)
+        total = [[0] * n for _ in range(n)]
+        for call in self.calls:
+            for src, row in enumerate(call.payload_bytes):
+                for dst, sent in enumerate(row):
+                    total[src][dst] += sent
+        return total
+
+    @property
+    def collectives(self) -> list[str]:
+        return [name for call in self.calls for name in call.collectives]
+
+    @contextmanager
+    def call(self, name: str, num_experts: int, world_size: int) -> Iterator[None]:
+        record = LayerCall(name, num_experts, world_size)
+        self.calls.append(record)
+        self._open.append(record)
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+
+_active: ContextVar[Trace | None] = ContextVar("moe_core_trace", default=None)
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Record every layer call inside. Compiled graphs are not recorded."""
+    tracer = Trace()
+    token = _active.set(tracer)
+    try:
+        yield tracer
+    finally:
+        _active.reset(token)
+
+
+def current() -> LayerCall | None:
+    """The layer call being traced, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    tracer = _active.get()
+    return tracer._open[-1] if tracer is not None and tracer._open else None
+
+
+def layer_call(name: str, num_experts: int, world_size: int) -> AbstractContextManager[None]:
+    """Opens a call unless one is open already (``Experts`` inside a ``MoELayer``)."""
+    if torch.compiler.is_compiling() or current() is not None:
+        return nullcontext()
+    tracer = _active.get()
+    return nullcontext() if tracer is None else tracer.call(name, num_experts, world_size)
+
+
+def stage(name: str, device: torch.device) -> AbstractContextManager[Any]:
+    """A profiler range ``moe_core.<name>``; timed as well where a trace is on."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    call = current()
+    if call is None:
+        return torch.profiler.record_function(f"moe_core.{name}")
+    return _timed(call, name, device)
+
+
+@contextmanager
+def _timed(call: LayerCall, name: str, device: torch.device) -> Iterator[None]:
+    start = _now(device)
+    with torch.profiler.record_function(f"moe_core.{name}"):
+        yield
+    call.stages[name] = call.stages.get(name, 0.0) + _now(device) - start
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
