@@ -42,8 +42,9 @@ def modules_after(code: str) -> set[str]:
         capture_output=True,
         text=True,
         timeout=100,
-        check=True,
+        check=False,
     )
+    assert result.returncode == 0, f"{code}\n{result.stderr}"
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 
