@@ -115,16 +115,20 @@ class TorchRunner(ExpertRunner):
         )
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
-        """Bytes of the intermediates of one forward without gradients, all taken as alive at once.
+        """An upper bound of what one forward without gradients allocates at its peak, in bytes.
 
-        There are always ``num_tokens * top_k`` rows, however the tokens are routed. Each row counts
-        the results of both products (``w13_rows + H``) and of the activation (I) in the rows' dtype
-        and once more in float32 (float64), in which what follows them is computed.
+        There are always ``R = num_tokens * top_k`` rows, however the tokens are routed. With W rows
+        of ``w13`` per expert, s bytes per element and a bytes per element of float32 (float64):
+        ``R * (max(W, H) * (s + 3a) + H * s + I * (s + a) + 64) + (E_local + 1) * (W + H) * a``: a
+        product with its bias at their widest, what stays alive around it, 64 bytes of row numbers,
+        and the biases in float32.
         """
         hidden, share, halves = self._widths
         dtype = getattr(torch, self.context.dtype)
-        each = dtype.itemsize + sum_dtype(dtype).itemsize
-        return num_tokens * top_k * (halves * share + share + hidden) * each
+        size, wide, rows = dtype.itemsize, sum_dtype(dtype).itemsize, halves * share
+        per_row = max(rows, hidden) * (size + 3 * wide) + hidden * size + share * (size + wide) + 64
+        biases = (self.context.num_local_experts + 1) * (rows + hidden) * wide
+        return num_tokens * top_k * per_row + biases
 
 
 def _bias_rows(bias: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
