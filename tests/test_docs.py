@@ -28,6 +28,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_core import environment
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = ("python", "bash", "console")
@@ -77,7 +79,7 @@ def read_blocks(page: Path) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 
 
-def environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """The caller's, with this interpreter first and without what would steer a command."""
     steering = ("MOE_", "MAKE", "MFLAGS", "PYTEST_", "BACKEND", "TEXT", "ARGS")
     env = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
@@ -91,7 +93,7 @@ def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=cwd,
-        env=environment(),
+        env=clean_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -208,3 +210,8 @@ def test_links(page: Path):
             if anchor not in map(heading_anchor, headings):
                 dead.append(target)
     assert not dead
+
+
+def test_env_page_lists_every_variable():
+    page = (ROOT / "docs/env.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(MOE_\w+)`", page, re.MULTILINE)) == set(environment.VARIABLES)
