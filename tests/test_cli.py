@@ -95,11 +95,11 @@ def test_explain_takes_the_layer_from_a_file_and_from_flags(
 
 
 def test_explain_says_no(capsys: pytest.CaptureFixture[str]):
-    words = ["explain", "--backend", "reference", "--device", "cuda", "--ep", "2", "--tp", "4"]
+    words = ["explain", "--backend", "reference", "--ep", "2", "--tp", "4", "--compile"]
     assert main(words) == cli.NO
     out = capsys.readouterr().out
     refusals = [line for line in out.splitlines() if line.startswith("  reference.transport | ")]
-    assert len(refusals) >= 3  # device, ep_size, tp_size: all of them, not the first
+    assert len(refusals) >= 3  # ep_size, tp_size, compile: all of them, not the first
     assert main([*words, "--json"]) == cli.NO
     data = json.loads(capsys.readouterr().out)
     assert not data["ok"]
