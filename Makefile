@@ -1,11 +1,11 @@
 # Set-up and everyday commands. Each target sets up .venv first when it has to.
 #
-#   make run    BACKEND=auto TEXT="..."   run the demo model through a backend
+#   make run    BACKEND=auto TEXT=FILE    score a text with the demo model (without TEXT: a sample)
 #   make test   ARGS="-k routing"         run the tests
 #   make lint | types | wheel-check | clean
 
 PYTHON  ?= python3
-BACKEND ?= auto
+BACKEND ?= $(or $(MOE_BACKEND),auto)
 TEXT    ?=
 ARGS    ?=
 
@@ -13,7 +13,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-# Passed by environment, so that any text survives the shell.
+# Passed by environment, so that any name survives the shell.
 export BACKEND TEXT
 
 .PHONY: run test lint types wheel-check set-up clean
