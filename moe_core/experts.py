@@ -141,11 +141,12 @@ class Experts(nn.Module):
         target = torch.device(device) if device is not None else torch.get_default_device()
         _check_arguments(self.parallel, mesh, max_tokens_per_rank, policy)
         self.inference, self.max_tokens_per_rank = inference, max_tokens_per_rank
-        self._wants = {
+        self._wants: dict[str, Any] = {
             "autograd": not inference,
             "compile": compile,
             "cuda_graph": cuda_graph,
-            "router": "none",
+            "router": "none" if resolution is None else resolution.request.router,
+            "routing_ids": resolution is None or resolution.request.routing_ids,
         }
         self._backend = backend
         self.config = config

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Router(nn.Module, ABC):
-    """Chooses experts: ``hidden_states [T, H] (+ input_ids [T])`` → ``Routing`` with logical ids."""
+    """Chooses experts: ``hidden_states [T, H]`` (+ ``input_ids [T]``) → ``Routing``, logical ids."""
 
     routing_ids: bool = True
     """False for a router that returns logits only, for kernels that choose by themselves."""

@@ -311,7 +311,13 @@ def _try_alternative(alternative: Alternative, request: Request, found: _Found) 
     for role in wanted_roles:
         able[role] = []
         for candidate in roles.get(role, [c for c in others if c.part.role == role]):
-            refusals = part_refusals(candidate, request)
+            try:
+                refusals = part_refusals(candidate, request)
+            except BackendLoadError as error:
+                # One plugin's bug is an error for who named it, and no more than a refusal else.
+                if role in roles:
+                    raise
+                refusals = [_load_refusal(candidate.label, error)]
             found.refusals += refusals
             if not refusals:
                 able[role].append(candidate)
