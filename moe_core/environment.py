@@ -11,6 +11,7 @@ import os
 import re
 from contextlib import suppress
 from importlib import metadata
+from operator import eq, ge, gt, le, lt, ne
 
 from moe_core.errors import ConfigError, Fault, nearest
 from moe_core.spec import parse_spec
@@ -73,14 +74,7 @@ def check_environment() -> list[Fault]:
 
 _VERSION = r"([<>=!]=|[<>])\s*(\d+(?:\.\d+)*)"
 _REQUIREMENT = re.compile(rf"\s*([A-Za-z0-9][\w.-]*)\s*((?:{_VERSION}(?:\s*,\s*{_VERSION})*)?)\s*")
-_COMPARE = {
-    ">=": lambda a, b: a >= b,
-    "<=": lambda a, b: a <= b,
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-    ">": lambda a, b: a > b,
-    "<": lambda a, b: a < b,
-}
+_COMPARE = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
 
 
 def parse_requirement(req: str) -> tuple[str, list[tuple[str, str]]]:

@@ -29,7 +29,7 @@ from moe_core.errors import (
     UnknownBackendError,
     nearest,
 )
-from moe_core.manifest import GROUP, Backend, check_api
+from moe_core.manifest import GROUP, Backend
 from moe_core.spec import AUTO
 
 CORE = "moe-core"
@@ -339,10 +339,7 @@ def _build(value: object, entry_name: str | None, distribution: str) -> Backend:
     if isinstance(value, Backend):
         backend = value
     elif isinstance(value, Mapping):
-        data = cast("Mapping[str, Any]", value)
-        name = entry_name or str(data.get("name", "?"))
-        check_api(name, distribution, str(data.get("api", "0.0")))  # before anything else is read
-        backend = Backend.from_dict(data, distribution)
+        backend = Backend.from_dict(cast("Mapping[str, Any]", value), distribution)
     else:
         message = "must be a mapping (see moe_core.manifest) or a Backend"
         raise ConfigError([Fault("manifest", type(value).__name__, message)])
