@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -184,11 +185,11 @@ def test_no_torch(words: list[str]):
 
 def test_a_reader_that_leaves():
     command = [sys.executable, "-m", "moe_core", "list"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # as people run it
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.wait(60) == cli.BROKEN_PIPE
-        assert process.stderr.read() == ""
+        assert process.stderr.read() == b""
