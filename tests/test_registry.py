@@ -25,6 +25,7 @@ from moe_core.errors import (
 from moe_core.manifest import Backend, Part
 
 ROOT = Path(__file__).resolve().parents[1]
+GROUP = "moe_core.backends.of_these_tests"  # what else is installed can't disturb them
 PART = {"role": "runner", "target": "x:Y", "takes": ["token_major"], "gives": ["token_major"]}
 
 
@@ -35,7 +36,7 @@ def manifest(name: str, **changes: Any) -> str:
 
 def install(path: Path, dist: str, version: str, **modules: str) -> None:
     """A distribution with a backend ``NAME`` from a module ``NAME_of_dist`` per keyword."""
-    lines = ["[moe_core.backends]"]
+    lines = [f"[{GROUP}]"]
     for name, code in modules.items():
         module = f"{name}_of_{dist}".replace("-", "_")
         lines.append(f"{name} = {module}:BACKEND")
@@ -54,6 +55,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for variable in environment.VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "GROUP", GROUP)
     install(tmp_path, "moe-core", "0.1.0", torch=manifest("torch"))
     yield tmp_path
     registry.refresh()
@@ -174,7 +176,7 @@ def test_left_overs_are_folded(site: Path):
 
 def test_entry_points_that_cannot_be_parsed(site: Path, caplog: pytest.LogCaptureFixture):
     install(site, "aaa", "1", x=manifest("x"))
-    (site / "aaa-1.dist-info" / "entry_points.txt").write_text("[moe_core.backends]\nno sign\n")
+    (site / "aaa-1.dist-info" / "entry_points.txt").write_text(f"[{GROUP}]\nno sign\n")
     install(site, "good", "1", good=manifest("good"))
     assert registry.all_names() == ("good", "torch")
     assert "aaa-1.dist-info can't be read" in caplog.text
@@ -265,6 +267,7 @@ import os, subprocess, sys
 from moe_core import registry
 
 def show():
+    registry.GROUP = "moe_core.backends.of_these_tests"
     for _ in range(2):
         infos = registry.list_backends()
     return repr([(i.name, i.distribution, i.status, i.reason) for i in infos])
