@@ -171,6 +171,8 @@ def filled_options(candidate: Candidate) -> dict[str, str]:
 
 
 def _meets(wanted: Any, offered: Any) -> bool:
+    if offered is None:
+        return True
     if isinstance(offered, bool):
         return offered or not wanted
     # `True in (1,)` holds in Python: compare types too.

@@ -23,6 +23,7 @@ LIMIT_FORMS = ("before", "after")
 W13_LAYOUTS = ("gate_up", "up_gate", "interleaved")
 CAPACITY_POLICIES = ("drop", "pad")
 COMBINES = ("per_rank", "per_slot")
+ROWS = ("distinct", "replicated")
 
 
 def dtype_name(dtype: object) -> str:
@@ -185,16 +186,19 @@ class ParallelConfig(_Config):
 
     ``ep_size`` spreads experts, ``tp_size`` cuts each expert's ``intermediate_size``, ``dp_size``
     replicates the expert set. Tokens differ over dp and ep and are equal within tp.
+    ``rows="replicated"``: tokens are equal over ep as well, on entry and in the layer's output.
     """
 
     ep_size: int = 1
     tp_size: int = 1
     dp_size: int = 1
+    rows: str = "distinct"
 
     def __post_init__(self) -> None:
         faults = Faults()
         for name in ("ep_size", "tp_size", "dp_size"):
             faults.integer(name, getattr(self, name))
+        faults.choice("rows", self.rows, ROWS)
         faults.settle()
 
     @property
@@ -211,6 +215,8 @@ class MoEConfig(_Config):
     ``[E, I, H]`` and the layout says nothing.
     ``apply_router_weight_on_input``: scale the expert's input instead of its output.
     ``combine``: ``"per_slot"`` or ``"per_rank"``, see docs/design.md, Numerics.
+    ``dispatch_dtype``/``combine_dtype``: what rows travel in between ranks; None = the layer's
+    dtype, and float32 (float64 if the layer is) for sums on their way home.
     ``quant``: a name from a later version; ``None`` today.
     ``backend``: a spec, see ``moe-core explain --help``; the argument of a layer wins over it.
     """
@@ -230,12 +236,18 @@ class MoEConfig(_Config):
     capacity_policy: str = "drop"
     quant: str | None = None
     combine: str = "per_rank"
+    dispatch_dtype: str | None = None
+    combine_dtype: str | None = None
     dtype: str = "float32"
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         faults = Faults()
+        for name in ("dtype", "dispatch_dtype", "combine_dtype"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, dtype_name(value))
+                faults.choice(name, dtype_name(value), DTYPES)
         sizes = [
             faults.integer(name, getattr(self, name))
             for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")
@@ -254,7 +266,6 @@ class MoEConfig(_Config):
         faults.choice("w13_layout", self.w13_layout, W13_LAYOUTS)
         faults.choice("capacity_policy", self.capacity_policy, CAPACITY_POLICIES)
         faults.choice("combine", self.combine, COMBINES)
-        faults.choice("dtype", self.dtype, DTYPES)
         faults.flag("bias", self.bias)
         faults.flag("apply_router_weight_on_input", self.apply_router_weight_on_input)
         if self.capacity_factor is not None:

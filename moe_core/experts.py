@@ -414,7 +414,8 @@ def moe_forward(
             bias=w13_bias is not None,
             dtype=dtype_name(w13.dtype),
         ),
-        backend if backend is not None else environment.backend() or "auto",
+        backend,
+        environment.backend(),
         w13.device,
         needs_grad,
     )
@@ -454,8 +455,13 @@ def _weight_faults(
 
 @functools.lru_cache(maxsize=128)
 def _cached_pipeline(
-    config: MoEConfig, backend: str, device: torch.device, autograd: bool
+    config: MoEConfig,
+    backend: str | None,
+    _from_env: str | None,
+    device: torch.device,
+    autograd: bool,
 ) -> Pipeline:
+    """``_from_env`` is part of the key: ``resolve`` reads it where ``backend`` is None."""
     resolution = resolve_or_raise(
         config, ParallelConfig(), backend, device, autograd=autograd, router="none"
     )

@@ -65,6 +65,8 @@ class Request:
     ``router`` is ``"topk"``, ``"hash"``, ``"custom"`` (the caller's own) or ``"none"`` (the caller
     routes; ``Experts`` alone). ``routing_ids`` is False where the kernel itself is to route.
     ``limit`` is ``"none"`` or the clamp's form. ``quant`` is ``"none"`` or a name.
+    ``dispatch_dtype``/``combine_dtype``: what rows travel in. ``uneven_experts``: the ranks of the
+    ep group don't all hold equally many.
     """
 
     device: str = "cpu"
@@ -84,6 +86,10 @@ class Request:
     weight_on_input: bool = False
     capacity: bool = False
     combine: str = "per_rank"
+    dispatch_dtype: str = "float32"
+    combine_dtype: str = "float32"
+    rows: str = "distinct"
+    uneven_experts: bool = False
     hidden_size: int = 1
     intermediate_size: int = 1
     num_experts: int = 1
@@ -108,7 +114,7 @@ class Offer:
 
     A bool says whether the thing can be asked for (not asking is always fine). The defaults are
     the least that any part must do; an axis that doesn't concern a part's role is not looked at
-    (``ROLE_AXES``).
+    (``ROLE_AXES``). ``dispatch_dtype``/``combine_dtype`` None: rows never leave the rank.
     """
 
     device: Values = ("cpu",)
@@ -128,6 +134,10 @@ class Offer:
     weight_on_input: bool = False
     capacity: bool = False
     combine: Values = ("per_rank", "per_slot")
+    dispatch_dtype: Values | None = None
+    combine_dtype: Values | None = None
+    rows: Values = ("distinct", "replicated")
+    uneven_experts: bool = False
     hidden_size: Range | Values = ANY
     intermediate_size: Range | Values = ANY
     num_experts: Range | Values = ANY
@@ -141,7 +151,10 @@ class Offer:
 
 
 _EVERYWHERE = ("device", "dtype", "autograd", "compile", "cuda_graph")
-_TRANSPORT = ("routing_ids", "capacity", "combine", "hidden_size", "num_experts", "top_k")
+_TRANSPORT = (
+    *("routing_ids", "capacity", "combine", "dispatch_dtype", "combine_dtype", "rows"),
+    *("uneven_experts", "hidden_size", "num_experts", "top_k"),
+)
 _WIDTHS = ("ep_size", "tp_size", "dp_size")
 _RUNNER = (
     *("routing_ids", "quant", "activation", "gated", "limit", "alpha", "w13_layout", "bias"),

@@ -168,6 +168,11 @@ def make_request(
         weight_on_input=config.apply_router_weight_on_input,
         capacity=config.capacity_factor is not None,
         combine=config.combine,
+        dispatch_dtype=config.dispatch_dtype or config.dtype,
+        combine_dtype=config.combine_dtype
+        or ("float64" if config.dtype == "float64" else "float32"),
+        rows=parallel.rows,
+        uneven_experts=config.num_experts % parallel.ep_size != 0,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_experts=config.num_experts,
