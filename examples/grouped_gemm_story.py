@@ -9,7 +9,7 @@ All three are the whole routed part, ``hidden_states [T, H]`` in, ``[T, H]`` out
 Launches are the matrix products that Python asks for, counted by the dispatcher. Times are medians
 over alternating rounds, after a warm-up, of the machine that this runs on.
 
-    python examples/grouped_gemm_story.py [--quick] [--json] [--threads N] [--plot FILE.png]
+    python examples/grouped_gemm_story.py [--quick] [--json] [--threads N]
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -217,37 +215,12 @@ def print_table(points: Sequence[Point]) -> None:
         )
 
 
-def plot(points: Sequence[Point], path: str, machine: str) -> None:
-    import_module("matplotlib").use("agg")
-    pyplot = import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for axis, routing in zip(axes, ("even", "skewed"), strict=True):
-        chosen = [p for p in points if p.routing == routing]
-        for name in WAYS:
-            axis.plot(
-                [p.tokens_per_expert for p in chosen],
-                [1e3 * p.ms[name] / p.tokens_per_expert for p in chosen],
-                marker="o",
-                label=name,
-            )
-        axis.set(title=f"{routing} routing", xlabel="tokens per expert", xscale="log", yscale="log")
-    axes[0].set_ylabel("µs per token of each expert")
-    axes[0].legend()
-    figure.suptitle(machine)
-    figure.savefig(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Point]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="8 small experts, two lines each")
     parser.add_argument("--json", action="store_true", help="print the points as JSON only")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
-    parser.add_argument("--plot", metavar="FILE", help="also draw it (needs matplotlib)")
     options = parser.parse_args(arguments)
-    if options.plot and find_spec("matplotlib") is None:
-        parser.error(
-            "--plot needs matplotlib, which isn't installed; the table has bars without it"
-        )
     torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     experts, size, seconds = (8, 32, 0.05) if options.quick else (64, 128, 0.8)
@@ -262,8 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Point]:
         ]
     name = torch.cuda.get_device_name() if device == "cuda" else f"{options.threads} CPU thread(s)"
     machine = f"torch {torch.__version__}, {name}, {experts} experts, top-{TOP_K}, H = I = {size}"
-    if options.plot:
-        plot(points, options.plot, machine)
     if options.json:
         print(json.dumps([asdict(p) for p in points]))
         return points
