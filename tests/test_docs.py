@@ -1,6 +1,6 @@
 """Runs what the documentation shows.
 
-Every fenced block of README.md, CONTRIBUTING.md and docs/ says what it is:
+Every fenced block of README.md, CONTRIBUTING.md, docs/ and examples/ says what it is:
 
 ``python``
     runs; the blocks of one page share a namespace, in one process per page.
@@ -31,7 +31,11 @@ import pytest
 from moe_core import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 RUN = ("python", "bash", "console")
 SHOWN = ("ebnf", "json", "text", "toml")
 TIME_LIMIT_S = 200
