@@ -94,13 +94,14 @@ class RouterConformance:
             assert ((have - wanted).abs() <= bound * wanted + limits.tiny).all()
 
     def special_rows(self, num_experts: int, seed: int = 1) -> torch.Tensor:
-        """Finite; all NaN; all -inf; one NaN; one -inf; one +inf; two +inf; all equal; ties."""
-        x = self.random(9, num_experts, seed=seed)
+        """Finite; all NaN or -inf; one NaN, -inf, +inf; two +inf; all equal; ties; far apart."""
+        x = self.random(10, num_experts, seed=seed)
         x[1], x[2] = NAN, -INF
         x[3, num_experts // 2], x[4, 0], x[5, -1] = NAN, -INF, INF
         x[6, 0], x[6, -1] = INF, INF
         x[7] = 0
         x[8] = self.tensor([0.0, 1.0, 3.0])[torch.arange(num_experts) % 3]
+        x[9] = torch.linspace(-40, 40, num_experts, dtype=torch.float64)
         return x
 
     # -- against the definitions
@@ -126,7 +127,11 @@ class RouterConformance:
 
     @every_config
     def test_rows_do_not_see_their_neighbours(self, config: RouterConfig) -> None:
-        """A token has the same bits without the bad rows, alone, and from a strided input."""
+        """A token has the same bits without the bad rows, alone, and from a strided input.
+
+        (Vectorised kernels may round the last elements of a tensor differently; here as in the
+        next test that would show.)
+        """
         good, bad = self.random(33, 7, seed=3), self.special_rows(7)
         logits = torch.cat([good[:9], bad, good[9:]]).float()
         extra = self.bias(config, 7)
@@ -134,21 +139,23 @@ class RouterConformance:
         mixed = self.route_fn(logits, 3, config, **extra)
         strided = self.route_fn(logits.t().contiguous().t(), 3, config, **extra)
         alone = self.route_fn(logits[rows], 3, config, **extra)
-        last = self.route_fn(logits[-1:], 3, config, **extra)
+        single = [self.route_fn(logits[t : t + 1], 3, config, **extra) for t in rows]
         for field in ("topk_ids", "topk_weights", "scores"):
             whole = getattr(mixed, field)
             assert torch.equal(getattr(alone, field), whole[rows])
             assert torch.equal(getattr(strided, field), whole)
-            assert torch.equal(getattr(last, field), whole[-1:])
+            assert torch.equal(torch.cat([getattr(r, field) for r in single]), whole[rows])
 
     # -- the choice
 
     @every_config
     def test_ties_go_to_the_lower_id(self, config: RouterConfig) -> None:
         flat = {"correction_bias": self.tensor([0.25] * 64)} if config.correction_bias else {}
-        for value in (0.0, 0.3, -7.0):
-            logits = self.tensor([[value] * 64] * 3, torch.float32)
-            assert self.ids_and_weights(logits, 4, config, **flat)[0] == [[0, 1, 2, 3]] * 3
+        for value in (0.0, *self.random(40).tolist()):
+            logits = self.tensor([[value] * 64], torch.float32)
+            assert self.ids_and_weights(logits, 4, config, **flat)[0] == [[0, 1, 2, 3]]
+            odd = {name: t[:35] for name, t in flat.items()}
+            assert self.ids_and_weights(logits[:, :35], 35, config, **odd)[0] == [[*range(35)]]
         logits = self.tensor([[0, 0.7] * 2 + [0.7] + [0] * 59], torch.float32)  # at the boundary
         assert self.ids_and_weights(logits, 5, config, **flat)[0] == [[1, 3, 4, 0, 2]]
 
@@ -188,6 +195,8 @@ class RouterConformance:
         ids, weights = self.ids_and_weights(logits, 1, config, correction_bias=bias)
         assert ids == [[1]]
         assert weights.tolist() == [[0.5]]
+        bias = self.tensor([1, 1.001], torch.float32)  # equal in bfloat16
+        assert self.ids_and_weights(logits, 1, config, correction_bias=bias)[0] == [[1]]
         bias = self.tensor([NAN, -INF], torch.float32)  # takes both experts out
         assert self.ids_and_weights(logits, 1, config, correction_bias=bias)[0] == [[-1]]
 
@@ -306,7 +315,7 @@ class RouterConformance:
 
     def test_inputs_are_not_written_to(self) -> None:
         config = RouterConfig(scoring_func="sigmoid", correction_bias=True)
-        given = [self.special_rows(6), self.random(6), torch.arange(9, device=self.device) < 5]
+        given = [self.special_rows(6), self.random(6), torch.arange(10, device=self.device) < 5]
         before = [t.clone() for t in given]
         logits, bias, mask = given
         self.route_fn(logits, 2, config, correction_bias=bias, token_mask=mask)
