@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moe_core.errors import MoEError as MoEError
     from moe_core.errors import UnknownBackendError as UnknownBackendError
     from moe_core.experts import Experts as Experts
-    from moe_core.experts import moe_forward as moe_forward
+    from moe_core.functional import moe_forward as moe_forward
     from moe_core.interfaces import Combiner as Combiner
     from moe_core.interfaces import Dispatcher as Dispatcher
     from moe_core.interfaces import ExpertRunner as ExpertRunner
@@ -55,7 +55,8 @@ _HOME = {
         *("BackendConflictError", "BackendLoadError", "BackendVersionError", "ConfigError"),
         *("Fault", "HandleError", "InputError", "MoEError", "UnknownBackendError"),
     ),
-    "experts": ("Experts", "moe_forward"),
+    "experts": ("Experts",),
+    "functional": ("moe_forward",),
     "interfaces": (
         *("Combiner", "Dispatcher", "ExpertRunner", "FusedPath", "Router", "Transport"),
     ),

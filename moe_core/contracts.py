@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.config import Activation
+    from moe_core.groups import Groups
     from moe_core.manifest import Request
 
 INVALID = -1
@@ -154,7 +155,9 @@ class BuildContext:
     """What a part is told when it is built.
 
     ``request``: what the layer asked for. ``dtype``: torch dtype name; ``device``: torch device
-    string. ``num_local_experts``, ``first_local_expert``: what lives on this rank.
+    string. ``groups``: process groups and this rank's place in them
+    (None: all is local). ``num_local_experts``,
+    ``first_local_expert``: what lives on this rank.
     ``takes``/``gives``: the layouts agreed with its neighbours. ``pays``: the debts that this part
     was assigned. ``options``: from the spec (``NAME[key=value]``), defaults filled in.
     """
@@ -165,8 +168,7 @@ class BuildContext:
     num_experts: int
     num_local_experts: int
     first_local_expert: int
-    ep_rank: int = 0
-    ep_size: int = 1
+    groups: Groups | None = None
     takes: str = ""
     gives: str = ""
     pays: tuple[str, ...] = ()

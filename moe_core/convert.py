@@ -9,12 +9,13 @@ import torch
 
 from moe_core.contracts import IdSpace
 from moe_core.errors import InputError
-from moe_core.layouts import ExpertContiguous, SlotMajor, TokenMajor
+from moe_core.layouts import ExpertContiguous, SlotList, SlotMajor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.contracts import BuildContext
+    from moe_core.layouts import RankGrouped, TokenMajor
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class PermuteState:
     """Where each slot's row went, and back.
 
     ``slot_rows`` int64 ``[N, K]``: the row of the buffer that holds (token, slot), -1 = none.
-    ``row_slots`` int64 ``[N * K]``: its inverse, a row's flat slot ``token * K + slot``, -1 in the
+    ``row_slots`` int64 ``[R]``: its inverse, a row's flat slot ``token * K + slot``, -1 in the
     tail.
     """
 
@@ -33,7 +34,7 @@ class PermuteState:
 class Permute:
     """``token_major`` → ``expert_contiguous``, and ``expert_contiguous`` → ``slot_major`` back.
 
-    N·K rows whatever the ids are, so shapes are static and the host never waits. Rows are copied,
+    N * K rows whatever the ids are, so shapes are static and the host never waits. Rows are copied,
     never added: both ways and in both backwards every sum runs over a token's K slots in slot
     order, without atomics, so results are the same in each run.
     """
@@ -41,12 +42,12 @@ class Permute:
     def __init__(self, context: BuildContext) -> None:
         self.num_local_experts = context.num_local_experts
 
-    def there(self, record: TokenMajor) -> tuple[ExpertContiguous, PermuteState]:
+    def there(self, record: TokenMajor | RankGrouped) -> tuple[ExpertContiguous, PermuteState]:
         """Sorts slots by local expert, stable in (token, slot); no alignment gaps.
 
-        ``rows [N, H]``, ``topk_ids [N, K]`` → ``rows [N * K, H]``: the valid slots first, then a
-        tail of zeros. An id outside ``[0, E_local)`` counts as -1. Raises ``InputError`` for ids
-        that aren't local.
+        ``rows [N, H]``, ``topk_ids [N, K]`` → ``rows [R, H]``: the valid slots first, then a tail
+        of zeros. R is N * K, or the number of valid slots where the record knows it. An id outside
+        ``[0, E_local)`` counts as -1. Raises ``InputError`` for ids that aren't local.
         """
         if record.id_space is not IdSpace.LOCAL:
             raise InputError(f"permute needs local expert ids and was given {record.id_space} ones")
@@ -57,7 +58,8 @@ class Permute:
         keys, order = torch.sort(keys, stable=True)
         bounds = torch.arange(experts + 1, dtype=keys.dtype, device=keys.device)
         starts = torch.searchsorted(keys, bounds, out_int32=True)
-        row_slots = torch.where(keys < experts, order, -1)
+        num_rows = getattr(record, "num_slots", None)
+        row_slots = torch.where(keys < experts, order, -1)[:num_rows]
         # order is a permutation, so this writes each place once
         positions = torch.arange(order.shape[0], device=order.device)
         slot_rows = torch.full_like(order, -1).scatter(
@@ -80,6 +82,24 @@ class Permute:
         num_tokens, top_k = state.slot_rows.shape
         rows = _gather(record.rows, state.slot_rows.reshape(-1), state.row_slots.unsqueeze(1))
         return SlotMajor(rows=rows.view(num_tokens, top_k, rows.shape[1]), paid=record.paid)
+
+
+class PermuteReceived(Permute):
+    """``rank_grouped`` → ``expert_contiguous``, and ``expert_contiguous`` → ``slot_list`` back."""
+
+    def back(self, record: ExpertContiguous, state: PermuteState) -> SlotList:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """``rows [R, H]`` → the same rows in the order of their slots, and where each slot's is."""
+        flat = state.slot_rows.reshape(-1)
+        valid = flat >= 0
+        places = torch.where(valid, valid.cumsum(0) - 1, -1)
+        listed = torch.argsort(valid.to(torch.uint8), stable=True, descending=True)
+        source = flat[listed[: record.rows.shape[0]]]
+        users = torch.where(state.row_slots < 0, -1, places[state.row_slots.clamp(min=0)])
+        return SlotList(
+            rows=_gather(record.rows, source, users.unsqueeze(1)),
+            slot_index=places.view_as(state.slot_rows),
+            paid=record.paid,
+        )
 
 
 def _gather(rows: Tensor, index: Tensor, users: Tensor) -> Tensor:

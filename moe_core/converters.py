@@ -50,4 +50,13 @@ CONVERTERS: tuple[ConverterSpec, ...] = (
         target="moe_core.convert:Permute",
         summary="copies each row once per slot, sorted by expert; results go back to their slots",
     ),
+    ConverterSpec(
+        name="permute_received",
+        takes="rank_grouped",
+        gives="expert_contiguous",
+        back_takes="expert_contiguous",
+        back_gives="slot_list",
+        target="moe_core.convert:PermuteReceived",
+        summary="as permute, for received rows: only slots that live here take room",
+    ),
 )

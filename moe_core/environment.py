@@ -21,6 +21,8 @@ VARIABLES = {
     "MOE_BACKEND": "a backend spec, used where neither the argument nor the config names one",
     "MOE_PLUGINS": "names of the backends to allow besides the shipped ones, by commas",
     "MOE_STRICT_PLUGINS": "1: a backend that can't be loaded is an error when backends are listed",
+    "MOE_BUILD_TIMEOUT": "seconds that ranks wait for each other when a layer is built (300)",
+    "MOE_DEBUG_COLLECTIVES": "1: ranks compare number, kind and sizes before each exchange",
     "MOE_VALIDATE": "1: look for expert ids out of range on every device, not only on CPUs",
 }
 
@@ -46,6 +48,21 @@ def validate() -> bool:
     return _flag("MOE_VALIDATE")
 
 
+def debug_collectives() -> bool:
+    return _flag("MOE_DEBUG_COLLECTIVES")
+
+
+def build_timeout() -> float:
+    text = os.environ.get("MOE_BUILD_TIMEOUT") or "300"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError([Fault("MOE_BUILD_TIMEOUT", text, "must be a number of seconds above 0")])
+    return seconds
+
+
 def _flag(name: str) -> bool:
     text = os.environ.get(name) or "0"
     if text not in ("0", "1"):
@@ -64,7 +81,8 @@ def check_environment() -> list[Fault]:
     """Everything that is wrong with the ``MOE_*`` variables; empty where all is well."""
     faults = [Fault(n, os.environ[n], message) for n, message in unknown_variables().items()]
     spec = backend()
-    for check in (strict_plugins, validate, lambda: spec and parse_spec(spec, "MOE_BACKEND")):
+    checks = (strict_plugins, validate, debug_collectives, build_timeout)
+    for check in (*checks, lambda: spec and parse_spec(spec, "MOE_BACKEND")):
         try:
             check()
         except ConfigError as error:

@@ -13,106 +13,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_core import environment, tracing
-from moe_core.activation import sum_dtype
-from moe_core.config import Activation, MoEConfig, ParallelConfig, dtype_name
+from moe_core import tracing
+from moe_core.building import Plan, plan_layer
+from moe_core.checks import check_hidden, check_routing, values_are_checked
+from moe_core.config import MoEConfig, ParallelConfig, dtype_name
 from moe_core.contracts import INVALID, ExpertWeights, Handle, Routing
-from moe_core.errors import ConfigError, Fault, InputError
+from moe_core.errors import InputError
 from moe_core.pipeline import Pipeline, StagedPlan
-from moe_core.placement import Placement
-from moe_core.resolution import Resolution, resolve
+from moe_core.placement import Placement, w13_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed.device_mesh import DeviceMesh
 
     from moe_core.layouts import Record
-
-POLICIES = ("strict", "adjust")
-
-
-def resolve_or_raise(
-    config: MoEConfig,
-    parallel: ParallelConfig,
-    backend: str | None,
-    device: torch.device,
-    **wants: Any,
-) -> Resolution:
-    """A resolution that is ok. Raises ``ConfigError`` with every fault and every refusal."""
-    faults = list(environment.check_environment())
-    if device.type == "cuda" and not torch.cuda.is_available():
-        faults.append(Fault("device", str(device), "this machine or torch build has no CUDA"))
-    resolution = resolve(config, parallel, backend, device=_real_type(device), **wants)
-    if faults or not resolution.ok:
-        raise ConfigError(faults, None if resolution.ok else resolution)
-    return resolution
-
-
-def _real_type(device: torch.device) -> str:
-    """A layer built on the meta device is one for the CPU until it is moved."""
-    return "cpu" if device.type == "meta" else device.type
-
-
-def check_routing(
-    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_experts: int, top_k: int
-) -> tuple[Tensor, Tensor]:
-    """int64 ids and float32/64 weights, both ``[T, K]``. Raises ``InputError`` with all faults."""
-    shape = (hidden_states.shape[0], top_k)
-    faults: list[str] = []
-    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if tuple(tensor.shape) != shape:
-            faults.append(f"{name} must have shape {shape} ([T, top_k]), not {tuple(tensor.shape)}")
-        if tensor.device != hidden_states.device:
-            faults.append(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
-    if topk_ids.dtype.is_floating_point or topk_ids.dtype in (torch.bool, torch.complex64):
-        faults.append(f"topk_ids must be int32 or int64, not {topk_ids.dtype}")
-    if not topk_weights.dtype.is_floating_point:
-        faults.append(f"topk_weights must be a float dtype, not {topk_weights.dtype}")
-    if faults:
-        raise InputError("; ".join(faults))
-    ids = topk_ids.to(torch.int64)
-    if _values_are_checked(ids) and ids.numel():
-        low, high = (int(x) for x in torch.aminmax(ids))
-        if low < INVALID or high >= num_experts:
-            bad = ((ids < INVALID) | (ids >= num_experts)).nonzero()
-            token, slot = bad[0].tolist()
-            raise InputError(
-                f"{len(bad)} of {ids.numel()} topk_ids are not in [0, {num_experts}) or -1; the "
-                f"first is {int(ids[token, slot])} at token {token}, slot {slot}"
-            )
-    return ids, topk_weights.to(sum_dtype(hidden_states.dtype))
-
-
-def _values_are_checked(ids: Tensor) -> bool:
-    """On CPUs and with ``MOE_VALIDATE=1``; never inside a compiled graph (it would break it)."""
-    if torch.compiler.is_compiling():
-        return False
-    return ids.device.type == "cpu" or environment.validate()
-
-
-def check_hidden(hidden_states: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
-    """``[..., H]`` in the layer's dtype (under autocast any float dtype is cast to it)."""
-    if hidden_states.ndim < 1 or hidden_states.shape[-1] != hidden_size:
-        raise InputError(
-            f"hidden_states must have shape [..., {hidden_size}], not {tuple(hidden_states.shape)}"
-        )
-    if hidden_states.dtype == dtype:
-        return hidden_states
-    if torch.is_autocast_enabled(hidden_states.device.type) and hidden_states.is_floating_point():
-        return hidden_states.to(dtype)
-    raise InputError(
-        f"hidden_states must be {dtype} (the layer's dtype), not {hidden_states.dtype}"
-    )
 
 
 class Experts(nn.Module):
     """The routed experts of one layer, run by a backend that is named in a string.
 
     Parameters, in the config's ``w13_layout``, are canonical and are the state_dict: ``w13
-    [E_local, 2I, H]`` (``[E_local, I, H]`` without a gate), ``w2 [E_local, H, I]``, ``w13_bias``,
-    ``w2_bias``. ``.to(...)`` to another dtype or device chooses the parts anew, and is refused
-    (``ConfigError``) where none serve.
+    [E_local, 2I/tp, H]`` (``[E_local, I/tp, H]`` without a gate), ``w2 [E_local, H, I/tp]``,
+    ``w13_bias``, ``w2_bias``. ``.to(...)`` to another dtype or device chooses the parts anew
+    (collectively, where the layer spans ranks), and is refused (``ConfigError``) where none serve.
 
     Raises ``ConfigError`` with every fault and every candidate's every refusal.
     """
@@ -134,36 +58,37 @@ class Experts(nn.Module):
         policy: str = "strict",
         compile: bool = False,
         cuda_graph: bool = False,
-        resolution: Resolution | None = None,
+        plan: Plan | None = None,
     ) -> None:
         super().__init__()
-        self.parallel = parallel or ParallelConfig()
         target = torch.device(device) if device is not None else torch.get_default_device()
-        _check_arguments(self.parallel, mesh, max_tokens_per_rank, policy)
+        self.config, self.parallel = config, parallel or ParallelConfig()
         self.inference, self.max_tokens_per_rank = inference, max_tokens_per_rank
-        self._wants: dict[str, Any] = {
-            "autograd": not inference,
-            "compile": compile,
-            "cuda_graph": cuda_graph,
-            "router": "none" if resolution is None else resolution.request.router,
-            "routing_ids": resolution is None or resolution.request.routing_ids,
-        }
-        self._backend = backend
-        self.config = config
-        self.placement = Placement(config.num_experts, self.parallel.ep_size)
-        if resolution is None:
-            resolution = resolve_or_raise(config, self.parallel, backend, target, **self._wants)
-        self._build(resolution, target)
-        local = self.placement.num_local_experts(0)
-        make = functools.partial(torch.empty, dtype=self.dtype, device=target)
+        self._plan: Callable[..., Plan] = functools.partial(
+            plan_layer,
+            parallel=self.parallel,
+            backend=backend,
+            mesh=mesh,
+            max_tokens_per_rank=max_tokens_per_rank,
+            policy=policy,
+            autograd=not inference,
+            compile=compile,
+            cuda_graph=cuda_graph,
+            router="none" if plan is None else plan.resolution.request.router,
+            routing_ids=plan is None or plan.resolution.request.routing_ids,
+        )
+        self._build(plan or self._plan(config, device=target), target)
+        local = self.placement.num_local_experts(self.groups.ep_rank)
+        share = config.intermediate_size // self.parallel.tp_size
+        rows, hidden = share * (2 if config.activation.gated else 1), config.hidden_size
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(make(local, *shape), requires_grad=not inference)
+            data = torch.empty(local, *shape, dtype=self.dtype, device=target)
+            return nn.Parameter(data, requires_grad=not inference)
 
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.w13 = parameter(config.w13_rows, hidden)
-        self.w2 = parameter(hidden, inner)
-        self.w13_bias = parameter(config.w13_rows) if config.bias else None
+        self.w13 = parameter(rows, hidden)
+        self.w2 = parameter(hidden, share)
+        self.w13_bias = parameter(rows) if config.bias else None
         self.w2_bias = parameter(hidden) if config.bias else None
         self.register_buffer(
             "invalid_ids_seen", torch.zeros((), dtype=torch.bool, device=target), persistent=False
@@ -171,32 +96,65 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 1/sqrt(fan in); biases zero."""
+        """Normal with standard deviation 1/sqrt(fan in); biases zero.
+
+        Each expert has a seed of its own, drawn from torch's generator once for all: with the same
+        seed on all ranks the experts are the same at any width, and no two are alike.
+        """
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        config, first = self.config, self.placement.first_expert(self.groups.ep_rank)
+        if self.w13.is_meta:
+            return
         with torch.no_grad():
-            for weight in (self.w13, self.w2):
-                weight.normal_(0, 1 / math.sqrt(weight.shape[-1]))
+            for i in range(self.w13.shape[0]):
+                own = torch.Generator(self.w13.device).manual_seed(seed + first + i)
+                draw = functools.partial(
+                    torch.randn, dtype=self.dtype, device=self.w13.device, generator=own
+                )
+                w13 = draw(config.w13_rows, config.hidden_size)
+                w2 = draw(config.hidden_size, config.intermediate_size)
+                self.w13[i] = self._cut_w13(w13, 0) / math.sqrt(config.hidden_size)
+                self.w2[i] = self._cut_w2(w2) / math.sqrt(config.intermediate_size)
             for bias in (self.w13_bias, self.w2_bias):
                 if bias is not None:
                     bias.zero_()
+
+    def _cut_w13(self, full: Tensor, dim: int) -> Tensor:
+        c, tp_rank, tp_size = self.config, self.groups.tp_rank, self.parallel.tp_size
+        blocks = w13_blocks(c.intermediate_size, c.activation.gated, c.w13_layout, tp_rank, tp_size)
+        return torch.cat([full.narrow(dim, a, b - a) for a, b in blocks], dim)
+
+    def _cut_w2(self, full: Tensor) -> Tensor:
+        return full.chunk(self.parallel.tp_size, -1)[self.groups.tp_rank]
 
     @property
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.config.dtype)
 
     @property
+    def is_distributed(self) -> bool:
+        return self.parallel.world_size > 1
+
+    @property
     def weights(self) -> ExpertWeights:
+        bias = self.w2_bias
+        if bias is not None and self.parallel.tp_size > 1:
+            bias = _OnceOverTp.apply(bias, self.groups.tp_rank)
         return ExpertWeights(
             w13=self.w13,
             w2=self.w2,
             w13_bias=self.w13_bias,
-            w2_bias=self.w2_bias,
+            w2_bias=bias,
             w13_layout=self.config.w13_layout,
             activation=self.config.activation,
         )
 
-    def _build(self, resolution: Resolution, device: torch.device) -> None:
-        self.resolution = resolution
-        self.pipeline = Pipeline(resolution, self.placement, self.config.dtype, str(device))
+    def _build(self, plan: Plan, device: torch.device) -> None:
+        self.resolution, self.groups = plan.resolution, plan.groups
+        self.placement = Placement(self.config.num_experts, self.parallel.ep_size)
+        self.pipeline = Pipeline(
+            plan.resolution, self.placement, self.config.dtype, str(device), plan.groups
+        )
         self._prepared: tuple[tuple[Any, ...], ExpertWeights] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
@@ -206,11 +164,7 @@ class Experts(nn.Module):
         after = (self.w13.dtype, self.w13.device.type)
         if after != before and after[1] != "meta":
             self.config = replace(self.config, dtype=dtype_name(self.w13.dtype))
-            device = self.w13.device
-            self._build(
-                resolve_or_raise(self.config, self.parallel, self._backend, device, **self._wants),
-                device,
-            )
+            self._build(self._plan(self.config, device=self.w13.device), self.w13.device)
         return self
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -218,21 +172,24 @@ class Experts(nn.Module):
 
         T is the product of the leading sizes, 0 included. Ids are logical, -1 = no expert.
         Raises ``InputError`` for shapes, dtypes and (on CPUs or with ``MOE_VALIDATE=1``) values;
-        elsewhere an id out of range becomes -1 and ``stats()`` shows that it happened.
+        elsewhere an id out of range becomes -1 and ``stats()`` shows that it happened. Where the
+        layer spans ranks, one rank's fault raises on all of them.
         """
-        return self.forward_routing(hidden_states, Routing(topk_ids, topk_weights))
-
-    def forward_routing(self, hidden_states: Tensor, routing: Routing) -> Tensor:
-        """As ``forward``; also takes a routing without ids where the backend routes by itself."""
-        shape = hidden_states.shape
-        rows, routing = self._accept(hidden_states, routing)
+        rows, routing = self._accept(hidden_states, Routing(topk_ids, topk_weights))
         call = tracing.layer_call("experts", self.config.num_experts, self.parallel.world_size)
-        with call, torch.autocast(rows.device.type, enabled=False):
-            out = self.pipeline.forward(rows, routing, self._current_weights())
-            traced = tracing.current()
-            if traced is not None:
-                traced.hidden_states, traced.routing, traced.output = rows, routing, out
-        return out.view(shape)
+        with call:
+            return self.run_all(rows, routing).view(hidden_states.shape)
+
+    def run_all(
+        self, rows: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        """All stages for an input that ``accept`` returned; ``meanwhile`` runs as rows travel."""
+        with torch.autocast(rows.device.type, enabled=False):
+            out = self.pipeline.forward(rows, routing, self._current_weights(), meanwhile)
+        traced = tracing.current()
+        if traced is not None:
+            traced.hidden_states, traced.routing, traced.output = rows, routing, out
+        return out
 
     def dispatch(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
@@ -250,6 +207,16 @@ class Experts(nn.Module):
         return self.pipeline.combine(record, handle)
 
     def _accept(self, hidden_states: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        if not self.is_distributed:
+            return self.accept(hidden_states, routing)
+        try:
+            return self.accept(hidden_states, routing)
+        except Exception as error:
+            self.pipeline.report_fault(error)
+            raise
+
+    def accept(self, hidden_states: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """Checks, casts and flattens; says nothing to other ranks."""
         config = self.config
         rows = check_hidden(hidden_states, config.hidden_size, self.dtype)
         rows = rows.reshape(-1, config.hidden_size)
@@ -274,7 +241,7 @@ class Experts(nn.Module):
         ids, weights = check_routing(
             rows, routing.topk_ids, routing.topk_weights, config.num_experts, config.top_k
         )
-        if not _values_are_checked(ids):
+        if not values_are_checked(ids):
             bad = (ids < INVALID) | (ids >= config.num_experts)
             ids = ids.masked_fill(bad, INVALID)
             self.invalid_ids_seen.logical_or_(bad.any())
@@ -300,6 +267,13 @@ class Experts(nn.Module):
             self.prepare_weights()
         return self._prepared[1]
 
+    def _own(self, w13: Any, w2: Any, w13_bias: Any, w2_bias: Any) -> Iterator[tuple[Any, ...]]:
+        """(name, own parameter, the whole one, how to cut it for this tp rank)."""
+        yield "w13", self.w13, w13, lambda t: self._cut_w13(t, 1)
+        yield "w2", self.w2, w2, self._cut_w2
+        yield "w13_bias", self.w13_bias, w13_bias, lambda t: self._cut_w13(t, 1)
+        yield "w2_bias", self.w2_bias, w2_bias, lambda t: t
+
     def load_full_weights(
         self,
         w13: Tensor,
@@ -311,28 +285,32 @@ class Experts(nn.Module):
 
         Raises ``InputError`` for shapes that don't fit; nothing is copied then.
         """
-        first, count = self.placement.first_expert(0), self.placement.num_local_experts(0)
-        pairs = [("w13", self.w13, w13), ("w2", self.w2, w2)]
-        pairs += [("w13_bias", self.w13_bias, w13_bias), ("w2_bias", self.w2_bias, w2_bias)]
+        config = self.config
+        expected = {
+            "w13": (config.num_experts, config.w13_rows, config.hidden_size),
+            "w2": (config.num_experts, config.hidden_size, config.intermediate_size),
+            "w13_bias": (config.num_experts, config.w13_rows),
+            "w2_bias": (config.num_experts, config.hidden_size),
+        }
+        pairs = list(self._own(w13, w2, w13_bias, w2_bias))
         faults: list[str] = []
-        for name, mine, full in pairs:
+        for name, mine, full, _ in pairs:
             if (mine is None) != (full is None):
                 state = "has no" if mine is None else "needs"
-                faults.append(f"the layer {state} {name} (config.bias={self.config.bias})")
-            elif mine is not None and full is not None:
-                expected = (self.config.num_experts, *mine.shape[1:])
-                if tuple(full.shape) != expected:
-                    faults.append(f"{name} must have shape {expected}, not {tuple(full.shape)}")
+                faults.append(f"the layer {state} {name} (config.bias={config.bias})")
+            elif full is not None and tuple(full.shape) != expected[name]:
+                faults.append(f"{name} must have shape {expected[name]}, not {tuple(full.shape)}")
         if faults:
             raise InputError("; ".join(faults))
+        first = self.placement.first_expert(self.groups.ep_rank)
         with torch.no_grad():
-            for _, mine, full in pairs:
-                if mine is not None and full is not None:
-                    mine.copy_(full[first : first + count])
+            for _, mine, full, cut in pairs:
+                if mine is not None:
+                    mine.copy_(cut(full[first : first + mine.shape[0]]))
 
     def describe(self) -> dict[str, Any]:
         """What was built, as JSON data; no host sync."""
-        runner = self.pipeline.runner
+        runner, groups = self.pipeline.runner, self.groups
         return {
             "backend": self.resolution.name,
             "source": self.resolution.source,
@@ -340,8 +318,9 @@ class Experts(nn.Module):
             "converters": [c.name for c in self.resolution.converters],
             "fingerprint": self.resolution.fingerprint,
             "widths": self.parallel.to_dict(),
+            "place": {n: getattr(groups, n) for n in ("dp_rank", "ep_rank", "tp_rank")},
             "num_experts": self.config.num_experts,
-            "num_local_experts": self.placement.num_local_experts(0),
+            "num_local_experts": self.placement.num_local_experts(groups.ep_rank),
             "dtype": self.config.dtype,
             "runner": getattr(runner, "describe", dict)(),
         }
@@ -358,111 +337,14 @@ class Experts(nn.Module):
         )
 
 
-def _check_arguments(
-    parallel: ParallelConfig, mesh: DeviceMesh | None, limit: int | None, policy: str
-) -> None:
-    faults: list[Fault] = []
-    if mesh is not None and mesh.size() != parallel.world_size:
-        message = f"must hold dp * ep * tp = {parallel.world_size} ranks"
-        faults.append(Fault("mesh", f"{mesh.size()} ranks", message))
-    if limit is not None and limit < 1:
-        faults.append(Fault("max_tokens_per_rank", limit, "must be at least 1"))
-    if policy not in POLICIES:
-        faults.append(Fault("policy", policy, f"must be one of {', '.join(POLICIES)}"))
-    if faults:
-        raise ConfigError(faults)
+class _OnceOverTp(torch.autograd.Function):
+    """A bias that all tp ranks hold and one adds. Each rank's gradient is already the whole one:
+    the ranks' results are summed, so all see the same upstream gradient."""
 
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, tp_rank: int) -> Tensor:
+        return bias.clone() if tp_rank == 0 else torch.zeros_like(bias)
 
-def moe_forward(
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    *,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    w13_layout: str = "gate_up",
-    activation: Activation | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """Routed experts as a function, local only: ``hidden_states [..., H]`` → ``[..., H]``.
-
-    ``topk_ids`` and ``topk_weights`` ``[T, K]``; ``w13 [E, 2I, H]`` (``[E, I, H]`` without a
-    gate); ``w2 [E, H, I]``; biases ``[E, 2I]`` and ``[E, H]``, both or neither. The backend is
-    chosen once per configuration. Raises ``InputError`` and ``ConfigError`` as ``Experts`` does.
-    """
-    activation = activation or Activation()
-    faults = _weight_faults(w13, w2, w13_bias, w2_bias, activation)
-    if topk_ids.ndim != 2:
-        faults.append(f"topk_ids must have shape [T, K], not {tuple(topk_ids.shape)}")
-    if faults:
-        raise InputError("; ".join(faults))
-    num_experts, hidden_size, intermediate_size = w2.shape
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad
-        for t in (hidden_states, topk_weights, w13, w2, w13_bias, w2_bias)
-    )
-    pipeline = _cached_pipeline(
-        MoEConfig(
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_experts=num_experts,
-            top_k=topk_ids.shape[1],
-            activation=activation,
-            w13_layout=w13_layout,
-            bias=w13_bias is not None,
-            dtype=dtype_name(w13.dtype),
-        ),
-        backend,
-        environment.backend(),
-        w13.device,
-        needs_grad,
-    )
-    rows = check_hidden(hidden_states, hidden_size, w13.dtype).reshape(-1, hidden_size)
-    ids, weights = check_routing(rows, topk_ids, topk_weights, num_experts, topk_ids.shape[1])
-    if not _values_are_checked(ids):
-        ids = ids.masked_fill((ids < INVALID) | (ids >= num_experts), INVALID)
-    experts = ExpertWeights(w13, w2, w13_bias, w2_bias, w13_layout, activation)
-    with torch.autocast(rows.device.type, enabled=False):
-        out = pipeline.forward(rows, Routing(topk_ids=ids, topk_weights=weights), experts)
-    return out.view(hidden_states.shape)
-
-
-def _weight_faults(
-    w13: Tensor, w2: Tensor, w13_bias: Tensor | None, w2_bias: Tensor | None, act: Activation
-) -> list[str]:
-    if w13.ndim != 3 or w2.ndim != 3:
-        return [f"w13 and w2 must have 3 dimensions, not {w13.ndim} and {w2.ndim}"]
-    faults: list[str] = []
-    experts, hidden, inner = w2.shape
-    rows = inner * (2 if act.gated else 1)
-    if tuple(w13.shape) != (experts, rows, hidden):
-        faults.append(
-            f"w13 must have shape {(experts, rows, hidden)} to go with w2 {tuple(w2.shape)} and "
-            f"gated={act.gated}, not {tuple(w13.shape)}"
-        )
-    if (w13_bias is None) != (w2_bias is None):
-        faults.append("w13_bias and w2_bias go together")
-    for name, bias, width in (("w13_bias", w13_bias, rows), ("w2_bias", w2_bias, hidden)):
-        if bias is not None and tuple(bias.shape) != (experts, width):
-            faults.append(f"{name} must have shape {(experts, width)}, not {tuple(bias.shape)}")
-    tensors = [t for t in (w13, w2, w13_bias, w2_bias) if t is not None]
-    if len({(t.dtype, t.device) for t in tensors}) > 1:
-        faults.append("w13, w2 and the biases must share one dtype and one device")
-    return faults
-
-
-@functools.lru_cache(maxsize=128)
-def _cached_pipeline(
-    config: MoEConfig,
-    backend: str | None,
-    _from_env: str | None,
-    device: torch.device,
-    autograd: bool,
-) -> Pipeline:
-    """``_from_env`` is part of the key: ``resolve`` reads it where ``backend`` is None."""
-    resolution = resolve_or_raise(
-        config, ParallelConfig(), backend, device, autograd=autograd, router="none"
-    )
-    return Pipeline(resolution, Placement(config.num_experts), config.dtype, str(device))
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return grads[0], None

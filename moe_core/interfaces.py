@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Router(nn.Module, ABC):
-    """Chooses experts: ``hidden_states [T, H]`` (+ ``input_ids [T]``) → ``Routing``, logical ids."""
+    """``hidden_states [T, H]`` (+ ``input_ids [T]``) → ``Routing`` with logical ids."""
 
     routing_ids: bool = True
     """False for a router that returns logits only, for kernels that choose by themselves."""
@@ -68,6 +68,10 @@ class Transport(Dispatcher[PlanT], Combiner[PlanT]):
 
     def __init__(self, context: BuildContext) -> None:
         self.context = context
+
+    def report_fault(self, message: str) -> None:
+        """This rank can't dispatch. A transport whose other ranks would wait for it takes part in
+        the step's first exchange, only to say so, and raises ``InputError`` on all of them."""
 
 
 class ExpertRunner(ABC):

@@ -16,10 +16,12 @@ from torch.nn import functional as F
 
 from moe_core import tracing
 from moe_core.activation import activate
+from moe_core.building import plan_layer
+from moe_core.checks import check_hidden
 from moe_core.config import MoEConfig, ParallelConfig
 from moe_core.contracts import INVALID, Routing
 from moe_core.errors import InputError
-from moe_core.experts import Experts, check_hidden, resolve_or_raise
+from moe_core.experts import Experts
 from moe_core.interfaces import Router
 from moe_core.pipeline import load_target
 from moe_core.routing import CallableRouter
@@ -93,11 +95,14 @@ class MoELayer(nn.Module):
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.config = config
         self.name = ""
-        resolution = resolve_or_raise(
+        plan = plan_layer(
             config,
             parallel or ParallelConfig(),
             backend,
             target,
+            mesh=mesh,
+            max_tokens_per_rank=max_tokens_per_rank,
+            policy=policy,
             router=None if router is None else "custom",
             routing_ids=getattr(router, "routing_ids", True),
             autograd=not inference,
@@ -115,10 +120,10 @@ class MoELayer(nn.Module):
             policy=policy,
             compile=compile,
             cuda_graph=cuda_graph,
-            resolution=resolution,
+            plan=plan,
         )
         if router is None:
-            router = load_target(resolution.parts["router"])(config, device=target)
+            router = load_target(plan.resolution.parts["router"])(config, device=target)
         elif not isinstance(router, Router):
             router = CallableRouter(router, config)
         assert isinstance(router, Router)
@@ -191,40 +196,75 @@ class MoELayer(nn.Module):
         ``return_routing``: also return what was used. ``phase`` picks one of several agreed plans
         (``"prefill"``, ``"decode"``); a local layer has one plan for all.
         """
+        shape = hidden_states.shape
+        with tracing.layer_call(
+            self.name, self.config.num_experts, self.experts.parallel.world_size
+        ):
+            if not self.experts.is_distributed:
+                rows, mask, routing = self._route(
+                    hidden_states, input_ids, token_mask, routing, phase
+                )
+                out = self.experts.run_all(rows, routing)
+                shared = self._shared(rows)
+            else:
+                try:
+                    rows, mask, routing = self._route(
+                        hidden_states, input_ids, token_mask, routing, phase
+                    )
+                except Exception as error:  # the other ranks wait for this one
+                    self.experts.pipeline.report_fault(error)
+                    raise
+                results: list[Tensor | None] = []
+                out = self.experts.run_all(
+                    rows, routing, lambda: results.append(self._shared(rows))
+                )
+                (shared,) = results
+            out = out if shared is None else out + shared
+            if mask is not None:
+                out = torch.where(mask[:, None], out, 0)
+            traced = tracing.current()
+            if traced is not None:
+                traced.output = out
+        out = out.view(shape)
+        return (out, routing) if return_routing else out
+
+    def _route(
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor | None,
+        token_mask: Tensor | None,
+        routing: Routing | None,
+        phase: str | None,
+    ) -> tuple[Tensor, Tensor | None, Routing]:
+        """Everything before the first exchange: ``[T, H]`` rows, ``[T]`` mask, checked routing."""
         if phase not in PHASES:
             raise InputError(f"phase must be one of prefill, decode or None, not {phase!r}")
-        config, shape = self.config, hidden_states.shape
-        rows = check_hidden(hidden_states, config.hidden_size, self.experts.dtype)
-        rows = rows.reshape(-1, config.hidden_size)
-        input_ids = _per_token("input_ids", input_ids, shape)
+        hidden_size, shape = self.config.hidden_size, hidden_states.shape
+        rows = check_hidden(hidden_states, hidden_size, self.experts.dtype)
+        rows = rows.reshape(-1, hidden_size)
+        ids = _per_token("input_ids", input_ids, shape)
         mask = _per_token("token_mask", token_mask, shape)
         if mask is not None:
             if mask.dtype != torch.bool:
                 raise InputError(f"token_mask must be bool, not {mask.dtype}")
             rows = torch.where(mask[:, None], rows, 0)
+        if routing is None:
+            with tracing.stage("router", rows.device):
+                routing = self.router(rows, ids, mask)
+        assert routing is not None
+        if mask is not None and routing.topk_ids is not None:
+            routing = replace(
+                routing, topk_ids=routing.topk_ids.masked_fill(~mask[:, None], INVALID)
+            )
+        rows, routing = self.experts.accept(rows, routing)
+        return rows, mask, routing
+
+    def _shared(self, rows: Tensor) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
         device = rows.device
-        with tracing.layer_call(self.name, config.num_experts, self.experts.parallel.world_size):
-            if routing is None:
-                with tracing.stage("router", device):
-                    routing = self.router(rows, input_ids, mask)
-            assert routing is not None
-            if mask is not None and routing.topk_ids is not None:
-                ids = routing.topk_ids.masked_fill(~mask[:, None], INVALID)
-                routing = replace(routing, topk_ids=ids)
-            out = self.experts.forward_routing(rows, routing)
-            if self.shared_experts is not None:
-                with (
-                    tracing.stage("shared_experts", device),
-                    torch.autocast(device.type, enabled=False),
-                ):
-                    out = out + self.shared_experts(rows)
-            if mask is not None:
-                out = torch.where(mask[:, None], out, 0)
-            traced = tracing.current()
-            if traced is not None:
-                traced.routing, traced.output = routing, out
-        out = out.view(shape)
-        return (out, routing) if return_routing else out
+        with tracing.stage("shared_experts", device), torch.autocast(device.type, enabled=False):
+            return self.shared_experts(rows)
 
     def describe(self) -> dict[str, Any]:
         """What was built, as JSON data; no host sync."""

@@ -41,6 +41,39 @@ class TokenMajor(Record):
 
 
 @dataclass(frozen=True)
+class RankGrouped(Record):
+    """Received rows, one per (token, rank), in ascending source rank, then token.
+
+    ``rows`` ``[N, H]``; ``topk_ids`` int64 ``[N, K]``, local, -1 = lives elsewhere;
+    ``topk_weights`` ``[N, K]``, 0 where the id is -1. ``num_slots``: how many ids are valid, where
+    the host knows it (None: nobody has asked the device). DeepEP's normal layout.
+    After the experts: rows whose local slots are summed.
+    """
+
+    layout: ClassVar[str] = "rank_grouped"
+    rows: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    num_slots: int | None = None
+    id_space: IdSpace = IdSpace.LOCAL
+    paid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SlotList(Record):
+    """Results, one row per valid (row, slot), ascending in (row, slot): ``rows`` ``[S, H]``.
+
+    ``slot_index`` int64 ``[N, K]``: a slot's place in the list, -1 for an invalid one. Places that
+    no slot names (the tail, where S is a bound) may hold anything and nobody may read them.
+    """
+
+    layout: ClassVar[str] = "slot_list"
+    rows: Tensor
+    slot_index: Tensor
+    paid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ExpertContiguous(Record):
     """Rows sorted by local expert, stable in (token, slot).
 

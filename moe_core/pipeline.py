@@ -14,9 +14,12 @@ from moe_core import tracing
 from moe_core.capabilities import Candidate, filled_options
 from moe_core.contracts import BuildContext, ExchangePlan, ExpertWeights, Handle, Routing
 from moe_core.errors import BackendLoadError, HandleError
+from moe_core.groups import LOCAL, Groups
 from moe_core.layouts import Record, SlotMajor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from moe_core.interfaces import ExpertRunner, FusedPath, Transport
@@ -54,7 +57,12 @@ class Pipeline:
     """Built from a resolution that is ``ok``. ``dtype`` and ``device`` are torch names."""
 
     def __init__(
-        self, resolution: Resolution, placement: Placement, dtype: str, device: str
+        self,
+        resolution: Resolution,
+        placement: Placement,
+        dtype: str,
+        device: str,
+        groups: Groups = LOCAL,
     ) -> None:
         self.resolution = resolution
         path = resolution.path
@@ -66,8 +74,9 @@ class Pipeline:
                 dtype=dtype,
                 device=device,
                 num_experts=placement.num_experts,
-                num_local_experts=placement.num_local_experts(0),
-                first_local_expert=placement.first_expert(0),
+                groups=groups,
+                num_local_experts=placement.num_local_experts(groups.ep_rank),
+                first_local_expert=placement.first_expert(groups.ep_rank),
                 takes=takes,
                 gives=gives,
                 pays=tuple(debt for debt, payer in payers.items() if payer == role),
@@ -103,11 +112,16 @@ class Pipeline:
         return self.transport, self.runner
 
     def dispatch(
-        self, hidden_states: Tensor, routing: Routing
+        self, hidden_states: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None
     ) -> tuple[Record, Handle[StagedPlan]]:
+        """``meanwhile`` runs while the rows travel."""
         transport, _ = self._staged
         with tracing.stage("dispatch", hidden_states.device):
-            record, inner = transport.dispatch(hidden_states, routing)
+            pending = transport.dispatch_begin(hidden_states, routing)
+        if meanwhile is not None:
+            meanwhile()
+        with tracing.stage("dispatch", hidden_states.device):
+            record, inner = pending.finish()
             state = None
             if self.converter is not None:
                 record, state = self.converter.there(record)
@@ -132,12 +146,25 @@ class Pipeline:
                 call.expert_rows = record.rows if isinstance(record, SlotMajor) else None
             return transport.combine(record, plan.inner)
 
-    def forward(self, hidden_states: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    def report_fault(self, error: Exception) -> None:
+        """Tell the ranks that wait in this step's exchange; on one rank there are none."""
+        if self.transport is not None:
+            self.transport.report_fault(str(error))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
         """``[T, H]`` → ``[T, H]``, all stages."""
         if self.fused is not None:
+            if meanwhile is not None:
+                meanwhile()
             with tracing.stage("fused", hidden_states.device):
                 return self.fused.forward(hidden_states, routing, weights)
-        record, handle = self.dispatch(hidden_states, routing)
+        record, handle = self.dispatch(hidden_states, routing, meanwhile)
         return self.combine(self.run(record, weights), handle)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:

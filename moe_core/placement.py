@@ -1,6 +1,7 @@
-"""Which rank holds which expert: contiguous blocks, plain integers.
+"""Which rank holds which expert, and which rows of it: plain integers.
 
-The first ``num_experts % ep_size`` ranks hold one expert more than the others.
+Experts lie in contiguous blocks. The first ``num_experts % ep_size`` ranks hold one expert more
+than the others.
 """
 
 from __future__ import annotations
@@ -33,3 +34,20 @@ class Placement:
             return divmod(expert, base + 1)
         rank, slot = divmod(expert - big, base)
         return extra + rank, slot
+
+
+def w13_blocks(
+    intermediate_size: int, gated: bool, w13_layout: str, tp_rank: int, tp_size: int
+) -> list[tuple[int, int]]:
+    """Rows ``(start, end)`` of one expert's whole ``w13`` that make up a tp rank's ``w13``.
+
+    Gate and up are cut separately; ``tp_size`` must divide ``intermediate_size``.
+    """
+    share = intermediate_size // tp_size
+    start = tp_rank * share
+    if not gated:
+        return [(start, start + share)]
+    if w13_layout == "interleaved":
+        return [(2 * start, 2 * (start + share))]
+    second = intermediate_size + start
+    return [(start, start + share), (second, second + share)]

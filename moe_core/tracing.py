@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 class LayerCall:
     """One call of one layer.
 
-    ``stages``: stage → seconds. ``rows_per_expert``: rows computed per logical expert.
-    ``payload_bytes[src][dst]``: row bytes sent from rank to rank (rows that stay are not sent).
-    ``collectives``: names, in order. ``hidden_states [T, H]``, ``routing``, ``output [T, H]``.
+    ``stages``: stage → seconds. ``rows_per_expert``: this rank's choices per logical expert.
+    ``traffic``: kind of exchange → bytes ``[src][dst]`` sent to other ranks (what stays is not
+    sent; a rank knows its own row of it). ``collectives``: names, in order.
+    ``hidden_states [T, H]``, ``routing``, ``output [T, H]``.
     ``slot_rows`` int64 ``[T, K]``: row of each (token, slot) in the expert buffer, -1 for none;
     ``expert_rows [T, K, H]``: what the experts returned for it. Both None for a path that doesn't
     show them.
@@ -38,7 +39,7 @@ class LayerCall:
     num_experts: int
     world_size: int = 1
     stages: dict[str, float] = field(default_factory=dict[str, float])
-    payload_bytes: list[list[int]] = field(default_factory=list[list[int]])
+    traffic: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
     collectives: list[str] = field(default_factory=list[str])
     hidden_states: Tensor | None = None
     routing: Routing | None = None
@@ -46,9 +47,26 @@ class LayerCall:
     expert_rows: Tensor | None = None
     output: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        n = self.world_size
-        self.payload_bytes = self.payload_bytes or [[0] * n for _ in range(n)]
+    def add_traffic(self, kind: str, src: int, dst: int, num_bytes: int) -> None:
+        if kind not in self.traffic:
+            self.traffic[kind] = zeros(self.world_size)
+        self.traffic[kind][src][dst] += num_bytes
+
+    @property
+    def payload_bytes(self) -> list[list[int]]:
+        """Token rows on their way to the experts: ``[src][dst]``."""
+        return self.traffic.get("dispatch", zeros(self.world_size))
+
+    @property
+    def combine_bytes(self) -> list[list[int]]:
+        """Result rows on their way home."""
+        return self.traffic.get("combine", zeros(self.world_size))
+
+    @property
+    def meta_bytes(self) -> list[list[int]]:
+        """Everything else: counts, ids, weights."""
+        rest = (m for kind, m in self.traffic.items() if kind not in ("dispatch", "combine"))
+        return add_matrices(self.world_size, rest)
 
     @property
     def rows_per_expert(self) -> list[int]:
@@ -56,6 +74,19 @@ class LayerCall:
             return [0] * self.num_experts
         ids = self.routing.topk_ids
         return torch.bincount(ids[ids >= 0].flatten(), minlength=self.num_experts).tolist()
+
+
+def zeros(world_size: int) -> list[list[int]]:
+    return [[0] * world_size for _ in range(world_size)]
+
+
+def add_matrices(world_size: int, matrices: Iterable[list[list[int]]]) -> list[list[int]]:
+    total = zeros(world_size)
+    for matrix in matrices:
+        for src, row in enumerate(matrix):
+            for dst, value in enumerate(row):
+                total[src][dst] += value
+    return total
 
 
 class Trace:
@@ -77,13 +108,8 @@ class Trace:
     @property
     def payload_bytes(self) -> list[list[int]]:
         """Summed over the calls; ``[src][dst]``."""
-        n = max((c.world_size for c in self.calls), default=1)
-        total = [[0] * n for _ in range(n)]
-        for call in self.calls:
-            for src, row in enumerate(call.payload_bytes):
-                for dst, sent in enumerate(row):
-                    total[src][dst] += sent
-        return total
+        world = max((c.world_size for c in self.calls), default=1)
+        return add_matrices(world, (c.payload_bytes for c in self.calls))
 
     @property
     def collectives(self) -> list[str]:

@@ -1,0 +1,74 @@
+"""What both modes share: tensor parallelism around the exchange, and faults that all ranks see."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from moe_core.contracts import BuildContext, PlanT
+from moe_core.errors import InputError
+from moe_core.groups import LOCAL
+from moe_core.interfaces import Transport
+from moe_core.placement import Placement
+from moe_nccl.channel import Channel, reduce, replicate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DistributedTransport(Transport[PlanT]):
+    """Tokens are equal within tp: each tp rank exchanges over its own ep group with its share of
+    every expert, and the partial results are summed over tp at the very end."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__(context)
+        groups = context.groups or LOCAL
+        request = context.request
+        self.ep = Channel(groups.ep, groups.ranks)
+        self.tp = Channel(groups.tp, groups.ranks)
+        self.placement = Placement(request.num_experts, request.ep_size)
+        self.per_slot = request.combine == "per_slot"
+        self.pays_weight = "weight" in context.pays
+        self.dispatch_dtype: torch.dtype = getattr(torch, request.dispatch_dtype)
+        self.combine_dtype: torch.dtype = getattr(torch, request.combine_dtype)
+
+    def homes(self, topk_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Logical ids → (ep rank, local slot), -1 where the id is. No host sync."""
+        base, extra = divmod(self.placement.num_experts, self.placement.ep_size)
+        big = (base + 1) * extra  # ids below live on the ranks that hold one more
+        ids = topk_ids.clamp(min=0)
+        rank = torch.where(ids < big, ids // (base + 1), extra + (ids - big) // max(base, 1))
+        slot = torch.where(ids < big, ids % (base + 1), (ids - big) % max(base, 1))
+        gone = topk_ids < 0
+        return rank.masked_fill(gone, -1), slot.masked_fill(gone, -1)
+
+    def enter(self, hidden_states: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = replicate(self.tp, hidden_states, topk_weights)
+        return rows, weights
+
+    def leave(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sums of float32/64 → summed over tp, rounded once."""
+        return reduce(self.tp, total).to(dtype)
+
+    def raise_together(self, flags: list[int], mine: str | None) -> None:
+        """``flags[r]``: rank r has a fault. Raises ``InputError`` on every rank if any has."""
+        if not any(flags):
+            return
+        said: list[Any] = [mine]
+        if self.ep.size > 1:
+            said = said * self.ep.size
+            dist.all_gather_object(said, mine, group=self.ep.group)
+        ranks = self.ep.global_ranks
+        raise InputError(
+            "; ".join(f"rank {r}: {text}" for r, text in zip(ranks, said, strict=True) if text)
+        )
+
+    def report_fault(self, message: str) -> NoReturn:
+        """Take part in the step's first exchange, only to say what is wrong: all ranks raise."""
+        self.exchange_counts(None, message)
+        raise AssertionError("unreachable: the exchange raises")
+
+    def exchange_counts(self, counts: Tensor | None, fault: str | None) -> list[list[int]]:
+        raise NotImplementedError
