@@ -167,23 +167,35 @@ class Experts(nn.Module):
             self._build(self._plan(self.config, device=self.w13.device), self.w13.device)
         return self
 
-    def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        accepted: Routing | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
         """``hidden_states [..., H]``, ``topk_ids`` and ``topk_weights`` ``[T, K]`` → ``[..., H]``.
 
         T is the product of the leading sizes, 0 included. Ids are logical, -1 = no expert.
         Raises ``InputError`` for shapes, dtypes and (on CPUs or with ``MOE_VALIDATE=1``) values;
         elsewhere an id out of range becomes -1 and ``stats()`` shows that it happened. Where the
         layer spans ranks, one rank's fault raises on all of them.
+
+        ``accepted``: what ``accept`` returned, with its rows, in place of ids and weights.
+        ``meanwhile`` is called while the rows travel.
         """
+        if accepted is not None:
+            return self._run_all(hidden_states, accepted, meanwhile)
         rows, routing = self._accept(hidden_states, Routing(topk_ids, topk_weights))
         call = tracing.layer_call("experts", self.config.num_experts, self.parallel.world_size)
         with call:
-            return self.run_all(rows, routing).view(hidden_states.shape)
+            return self._run_all(rows, routing, meanwhile).view(hidden_states.shape)
 
-    def run_all(
-        self, rows: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None
+    def _run_all(
+        self, rows: Tensor, routing: Routing, meanwhile: Callable[[], None] | None
     ) -> Tensor:
-        """All stages for an input that ``accept`` returned; ``meanwhile`` runs as rows travel."""
         with torch.autocast(rows.device.type, enabled=False):
             out = self.pipeline.forward(rows, routing, self._current_weights(), meanwhile)
         traced = tracing.current()

@@ -204,7 +204,7 @@ class MoELayer(nn.Module):
                 rows, mask, routing = self._route(
                     hidden_states, input_ids, token_mask, routing, phase
                 )
-                out = self.experts.run_all(rows, routing)
+                out = self.experts(rows, accepted=routing)
                 shared = self._shared(rows)
             else:
                 try:
@@ -215,8 +215,8 @@ class MoELayer(nn.Module):
                     self.experts.pipeline.report_fault(error)
                     raise
                 results: list[Tensor | None] = []
-                out = self.experts.run_all(
-                    rows, routing, lambda: results.append(self._shared(rows))
+                out = self.experts(
+                    rows, accepted=routing, meanwhile=lambda: results.append(self._shared(rows))
                 )
                 (shared,) = results
             out = out if shared is None else out + shared
