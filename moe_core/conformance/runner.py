@@ -34,6 +34,18 @@ EVERY_ACTIVATION = [
     ),
     *(Activation(alpha=1.702, limit=limit) for limit in (None, 0.5)),
 ]
+
+
+def label(act: object) -> str:
+    """A short test id."""
+    if not isinstance(act, Activation):
+        return str(act)
+    limit = f"{act.limit_form}{act.limit:g}" if act.limit else ""
+    return "-".join([act.name, *["ungated"] * (not act.gated), *[limit] * bool(limit)]) + (
+        "-alpha" if act.alpha else ""
+    )
+
+
 # E = 4; every pattern has tokens that share an expert, an idle expert or an empty slot.
 PATTERNS: dict[str, list[list[int]]] = {
     "mixed": [[2, -1], [0, 2], [3, 0], [-1, -1], [2, 0]],
@@ -131,7 +143,8 @@ def scaled_identity(ids: list[list[int]], dtype: str) -> Case:
 
 
 def oracle(case: Case) -> tuple[Tensor, Tensor]:
-    """``[T, H]`` in float64, and ``[T, H]``: what a relative error of 1 in every step could do."""
+    """``[T, H]`` in float64, and ``[2, T, H]``: what relative errors of 1 could add up to, in the
+    results of the steps and in the terms of their sums."""
     act, tokens, slots = case.activation, *case.ids.shape
     rows = torch.arange(case.w13.shape[1])
     if case.layout == "interleaved":
@@ -142,20 +155,23 @@ def oracle(case: Case) -> tuple[Tensor, Tensor]:
     outs, masses = [], []
     case = case.mapped(lambda t: t.double())
     for t in range(tokens):
-        out = mass = case.x[t] * 0  # a part of the graph even if no slot is valid
+        out = case.x[t] * 0  # a part of the graph even if no slot is valid
+        mass = torch.zeros(2, len(out), dtype=out.dtype)
         for k in range(slots):
             e, weight = int(case.ids[t, k]), case.topk[t, k]
             if e < 0:
                 continue
             x = case.x[t] * weight if case.on_input else case.x[t]
-            h, m = case.w13[e] @ x, case.w13[e].abs() @ x.abs()
+            h, terms = case.w13[e] @ x, case.w13[e].abs() @ x.abs()
+            # rounding a weighted input is an error in the terms
+            m = torch.stack([terms if case.on_input else h.abs(), terms]).detach()
             if case.b13 is not None:
                 h, m = h + case.b13[e], m + case.b13[e].abs()
             if act.gated:
-                h, m = _gated(act, h[gate_rows], h[up_rows], m[gate_rows], m[up_rows])
+                h, m = _gated(act, h[gate_rows], h[up_rows], m[:, gate_rows], m[:, up_rows])
             else:
-                h, m = _limited(act, h), 2 * m * (m + 1 if act.name == "relu2" else 1)
-            y, m = case.w2[e] @ h, case.w2[e].abs() @ m
+                h, m = _limited(act, h), _slope(act, m)
+            y, m = case.w2[e] @ h, m @ case.w2[e].abs().T
             if case.b2 is not None:
                 y, m = y + case.b2[e], m + case.b2[e].abs()
             out = out + (y if case.on_input else y * weight)
@@ -163,8 +179,8 @@ def oracle(case: Case) -> tuple[Tensor, Tensor]:
         outs.append(out)
         masses.append(mass)
     if not outs:
-        return case.x * 1, case.x * 1
-    return torch.stack(outs), torch.stack(masses).detach()
+        return case.x * 1, torch.zeros(2, *case.x.shape)
+    return torch.stack(outs), torch.stack(masses, 1).detach()
 
 
 def _gated(act: Activation, g: Tensor, u: Tensor, mg: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,11 +189,15 @@ def _gated(act: Activation, g: Tensor, u: Tensor, mg: Tensor, mu: Tensor) -> tup
         u = torch.where(u > act.limit, act.limit, torch.where(u < -act.limit, -act.limit, u))
     if act.alpha is not None:
         u, mu = u + 1, mu + 1
-    return g * u, 2 * mg * (mg + 1 if act.name == "relu2" else 1) * mu
+    return g * u, _slope(act, mg) * mu
+
+
+def _slope(act: Activation, m: Tensor) -> Tensor:
+    """Slopes are at most 1.13 (gelu; silu 1.1), 2 |x| for ``relu2``; clamps lower them."""
+    return 2 * m * m if act.name == "relu2" else 1.13 * m
 
 
 def _limited(act: Activation, x: Tensor) -> Tensor:
-    """Slopes are below 2 (``relu2``: below 2 |x|), which is what the masses assume."""
     limit = math.inf if act.limit is None else act.limit
     if act.limit_form == "before":
         x = torch.where(x > limit, limit, x)
@@ -197,12 +217,13 @@ def _limited(act: Activation, x: Tensor) -> Tensor:
 
 def tolerance(case: Case, mass: Tensor) -> Tensor:
     """Rows are rounded at most eight times (the input when weighted, gate, up, activation, second
-    product, bias and weight, the sum over slots); between them float32/64 sums over H, I and K."""
+    product, bias, weight, the sum over slots), half an epsilon each; the sums over H, I and K
+    between them are in float32 or float64."""
     dtype = case.w13.dtype
     fine = torch.float64 if dtype == torch.float64 else torch.float32
     length = 2 * case.x.shape[1] + case.w2.shape[2] + case.ids.shape[1] + 16
-    relative = 4 * torch.finfo(dtype).eps + length * torch.finfo(fine).eps / 2
-    return mass * relative + torch.finfo(dtype).smallest_normal
+    rounded = mass[0] * 4 * torch.finfo(dtype).eps + mass[1] * length * torch.finfo(fine).eps / 2
+    return rounded + torch.finfo(dtype).smallest_normal
 
 
 class RunnerConformance:
@@ -210,6 +231,8 @@ class RunnerConformance:
 
     backend: ClassVar[str]
     device: ClassVar[str] = "cpu"
+    autograd: ClassVar[bool] = True
+    """False for a runner that is for inference only: no gradients are asked for."""
     refuses: ClassVar[frozenset[str] | None] = None
     """Axes that this backend is known to refuse: a refusal of any other one fails. None = any
     axis may be refused, except where the request asks for no more than every runner offers."""
@@ -229,7 +252,13 @@ class RunnerConformance:
             dtype=str(case.w13.dtype).removeprefix("torch."),
         )
         layer = self._or_skip(
-            lambda: Experts(config, backend=self.backend, device=self.device, **wants)
+            lambda: Experts(
+                config,
+                backend=self.backend,
+                device=self.device,
+                inference=not self.autograd,
+                **wants,
+            )
         )
         layer.load_full_weights(case.w13, case.w2, case.b13, case.b2)
         return layer
@@ -282,11 +311,20 @@ class RunnerConformance:
     def check(self, case: Case) -> None:
         """Forward and backward against the oracle; nothing given is written to."""
         theirs = case.mapped(lambda t: t.double().requires_grad_())
-        mine = case.to(self.device).mapped(lambda t: t.detach().requires_grad_())
+        mine = case.to(self.device).mapped(lambda t: t.detach().requires_grad_(self.autograd))
         (out, used), (want, mass) = self.forward(mine), oracle(theirs)
         assert (out.shape, out.dtype) == (case.x.shape, case.x.dtype)
         error = (out.detach().double().cpu() - want.detach()).abs()
         assert (error <= tolerance(case, mass)).all(), f"off by {error.max():.2e}"
+        for now, then in zip(mine.tensors, case.tensors, strict=True):
+            assert torch.equal(now.cpu(), then), "an input was written to"
+        if self.autograd:
+            self._check_gradients(case, out, used, want, theirs)
+
+    def _check_gradients(
+        self, case: Case, out: Tensor, used: dict[str, Tensor], want: Tensor, theirs: Case
+    ) -> None:
+        """Relative to the largest element: a matrix product's error, and 16 roundings."""
         upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
         self.poison(case)
         grads = torch.autograd.grad(out, list(used.values()), upstream.to(out))
@@ -305,8 +343,6 @@ class RunnerConformance:
             assert (error <= limit * most).all(), f"gradient of {name} off by {error.max():.2e}"
             if name not in ("x", "topk"):
                 assert not grad[idle].any(), f"idle experts have a gradient in {name}"
-        for now, then in zip(mine.tensors, case.tensors, strict=True):
-            assert torch.equal(now.cpu(), then), "an input was written to"
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("pattern", PATTERNS)
@@ -322,7 +358,7 @@ class RunnerConformance:
         factor = torch.where(valid, case.topk * (case.ids + 1), 0).sum(1, keepdim=True)
         assert torch.equal(out.cpu(), (case.x * factor).to(out.dtype))
 
-    @pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=str)
+    @pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=label)
     def test_activations(self, activation: Activation) -> None:
         self.check(random_case(PATTERNS["mixed"], "float32", activation=activation))
 
@@ -396,7 +432,7 @@ class RunnerConformance:
             (Activation(limit=1, limit_form="after"), -1.0),  # min(silu(5), 1) * -1
             (Activation(limit=7, alpha=1.702), -19.9960),  # 5 sigmoid(8.51) * (-5 + 1)
         ],
-        ids=str,
+        ids=label,
     )
     def test_limits_by_hand(self, activation: Activation, value: float) -> None:
         # sgl-project/sglang#39920: a limit that was silently ignored
