@@ -1,8 +1,9 @@
 """Can this part serve this request? Every reason it can't, as data.
 
-``part_refusals`` compares a part's ``Offer`` with a ``Request`` axis by axis, looks up what it
-needs, and asks its ``check``. ``find_path`` fits a transport and a runner together: layouts meet
-(through a converter where they must) and every debt is paid exactly once.
+``part_refusals`` compares a part's ``Offer`` with a ``Request`` axis by axis, applies the rules
+about widths (``moe_core.rules``), looks up what it needs, and asks its ``check``. ``find_path``
+fits a transport and a runner together: layouts meet (through a converter where they must) and
+every debt is paid exactly once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from moe_core.manifest import (
     ROW_LAYOUTS,
     Backend,
     Part,
-    Range,
     Request,
+    meets,
+    show,
 )
+from moe_core.rules import judge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,9 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why one part can't serve. ``code``: ``axis`` (the offer says no), ``check`` (the part's own
-    check does), ``option``, ``needs``, ``role``, ``no_path``, ``debt``, ``broken``, ``conflict``,
-    ``version``, ``unknown``. ``fix`` is a sentence."""
+    """Why one part can't serve. ``code``: ``axis`` (the offer says no), ``rule`` (``axis`` is then
+    the rule's id and ``wanted`` its message), ``check`` (the part's own check says no), ``option``,
+    ``needs``, ``role``, ``no_path``, ``debt``, ``broken``, ``conflict``, ``version``, ``unknown``.
+    ``fix`` is a sentence. ``part`` is ``layer`` where no part could serve."""
 
     part: str
     code: str
@@ -43,6 +47,8 @@ class Refusal:
     fix: str
 
     def __str__(self) -> str:
+        if self.code == "rule":
+            return f"{self.part} | {self.axis}: {self.wanted} | {self.fix}"
         return (
             f"{self.part} | {self.axis}: wanted {self.wanted}, offers {self.offered} | {self.fix}"
         )
@@ -106,20 +112,28 @@ _FIX = {
 def part_refusals(candidate: Candidate, request: Request) -> list[Refusal]:
     """All reasons for which this part can't serve; an empty list means that it can."""
     part, label = candidate.part, candidate.label
-    refusals: list[Refusal] = []
+    broken = [f for f in judge(request, part.offer, part.role) if f.rule.action != "warn"]
+    refusals = [Refusal(label, "rule", f.rule.id, f.message, "", f.fix) for f in broken]
+    told = {axis for f in broken for axis in f.rule.axes}
+    if request.ep_size * request.tp_size == 1:  # the local path: nothing travels
+        told |= {"ep_size", "tp_size", "dispatch_dtype", "combine_dtype"}
+    if request.tp_size > 1:  # what a part sees is the slice: a rule compares that
+        told.add("intermediate_size")
     for axis in ROLE_AXES[part.role]:
+        if axis in told:
+            continue
         wanted, offered = getattr(request, axis), getattr(part.offer, axis)
         if axis == "router" and wanted in ("custom", "none"):
             continue
-        if not _meets(wanted, offered):
+        if not meets(wanted, offered):
             fix = _FIX.get(axis, f"set {axis} to a value it has")
             refusals.append(
                 Refusal(
                     label,
                     "axis",
                     axis,
-                    _show(wanted),
-                    _show(offered),
+                    show(wanted),
+                    show(offered),
                     f"{fix}, or choose another backend",
                 )
             )
@@ -134,6 +148,15 @@ def part_refusals(candidate: Candidate, request: Request) -> list[Refusal]:
             for axis, wanted, offered, fix in _checked(candidate, request)
         ]
     return refusals
+
+
+def layer_refusals(request: Request, who: str = "layer") -> list[Refusal]:
+    """Widths that no part could serve; ``who`` is the part for which they were adjusted."""
+    return [
+        Refusal(who, "rule", f.rule.id, f.message, "", f.fix)
+        for f in judge(request)
+        if f.rule.action != "warn"
+    ]
 
 
 def _option_refusals(candidate: Candidate) -> list[Refusal]:
@@ -168,25 +191,6 @@ def _checked(candidate: Candidate, request: Request) -> list[tuple[str, str, str
 def filled_options(candidate: Candidate) -> dict[str, str]:
     """The spec's options with the defaults (each option's first value) for the rest."""
     return {k: candidate.options.get(k, v[0]) for k, v in candidate.part.options.items()}
-
-
-def _meets(wanted: Any, offered: Any) -> bool:
-    if offered is None:
-        return True
-    if isinstance(offered, bool):
-        return offered or not wanted
-    # `True in (1,)` holds in Python: compare types too.
-    if isinstance(offered, Range):
-        return wanted in offered
-    return any(wanted == o and type(wanted) is type(o) for o in offered)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple):
-        return ", ".join(_show(v) for v in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return str(value)
 
 
 _ONE_PAYER = "choose a transport and a runner of which exactly one pays it"

@@ -24,7 +24,7 @@ GROUP = "moe_core.backends"
 
 ROLES = ("router", "transport", "runner", "fused")
 # Layouts with one row per (token, slot); the others hold one row per token.
-PER_SLOT_LAYOUTS = ("slot_major", "expert_contiguous", "expert_masked", "indexed")
+PER_SLOT_LAYOUTS = ("slot_major", "slot_list", "expert_contiguous", "expert_masked", "indexed")
 ROW_LAYOUTS = ("token_major", "rank_grouped")
 LAYOUTS = ROW_LAYOUTS + PER_SLOT_LAYOUTS
 DEBTS = ("weight", "slot_sum", "rank_sum", "tp_sum")
@@ -56,6 +56,28 @@ class Range:
 
 ANY = Range(min=1)
 ONE = Range(min=1, max=1)
+Values = tuple[str | bool | int, ...]
+
+
+def meets(wanted: Any, offered: Any) -> bool:
+    """Whether a value on an axis is covered by what is offered there (a set, range, bool, None)."""
+    if offered is None:
+        return True
+    if isinstance(offered, bool):
+        return offered or not wanted
+    if isinstance(offered, Range):
+        return wanted in offered
+    # `True in (1,)` holds in Python: compare types too.
+    return any(wanted == o and type(wanted) is type(o) for o in offered)
+
+
+def show(value: Any) -> str:
+    """A wanted or an offered value for people."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(show(v) for v in cast("tuple[Any, ...]", value))
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +88,7 @@ class Request:
     routes; ``Experts`` alone). ``routing_ids`` is False where the kernel itself is to route.
     ``limit`` is ``"none"`` or the clamp's form. ``quant`` is ``"none"`` or a name.
     ``dispatch_dtype``/``combine_dtype``: what rows travel in. ``uneven_experts``: the ranks of the
-    ep group don't all hold equally many.
+    ep group don't all hold equally many. ``max_tokens_per_rank``: the largest T, None = not known.
     """
 
     device: str = "cpu"
@@ -97,6 +119,7 @@ class Request:
     ep_size: int = 1
     tp_size: int = 1
     dp_size: int = 1
+    max_tokens_per_rank: int | None = None
     autograd: bool = True
     compile: bool = False
     cuda_graph: bool = False
@@ -105,16 +128,15 @@ class Request:
         return asdict(self)
 
 
-Values = tuple[str | bool | int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """What a part can do: per axis of ``Request`` a set of values, a ``Range`` or a bool.
 
     A bool says whether the thing can be asked for (not asking is always fine). The defaults are
     the least that any part must do; an axis that doesn't concern a part's role is not looked at
-    (``ROLE_AXES``). ``dispatch_dtype``/``combine_dtype`` None: rows never leave the rank.
+    (``ROLE_AXES``; the widths and what goes with them have rules, ``moe_core.rules``).
+    ``dispatch_dtype``/``combine_dtype`` None: rows never leave the rank. ``max_tokens_per_rank``
+    None: buffers grow; a range: they don't, so the layer has to say a number that lies in it.
     """
 
     device: Values = ("cpu",)
@@ -145,6 +167,7 @@ class Offer:
     ep_size: Range | Values = ONE
     tp_size: Range | Values = ONE
     dp_size: Range | Values = ONE
+    max_tokens_per_rank: Range | Values | None = None
     autograd: bool = False
     compile: bool = False
     cuda_graph: bool = False
@@ -152,8 +175,8 @@ class Offer:
 
 _EVERYWHERE = ("device", "dtype", "autograd", "compile", "cuda_graph")
 _TRANSPORT = (
-    *("routing_ids", "capacity", "combine", "dispatch_dtype", "combine_dtype", "rows"),
-    *("uneven_experts", "hidden_size", "num_experts", "top_k"),
+    *("routing_ids", "capacity", "combine", "dispatch_dtype", "combine_dtype"),
+    *("hidden_size", "num_experts", "top_k"),
 )
 _WIDTHS = ("ep_size", "tp_size", "dp_size")
 _RUNNER = (

@@ -12,15 +12,26 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moe_core import environment, registry
-from moe_core.capabilities import Candidate, Path, Refusal, find_path, part_refusals
+from moe_core.capabilities import (
+    Candidate,
+    Path,
+    Refusal,
+    find_path,
+    layer_refusals,
+    part_refusals,
+)
 from moe_core.config import MoEConfig, ParallelConfig, dtype_name
 from moe_core.errors import (
     BackendConflictError,
     BackendLoadError,
     BackendVersionError,
+    ConfigError,
+    Fault,
     UnknownBackendError,
+    nearest,
 )
 from moe_core.manifest import API, PER_SLOT_LAYOUTS, Request
+from moe_core.rules import POLICIES, adjusted, judge
 from moe_core.spec import Alternative, NamedBackend, Spec, parse_spec
 
 if TYPE_CHECKING:
@@ -39,6 +50,20 @@ class Adjustment:
     field: str
     before: Any
     after: Any
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A rule that only warns: nothing is refused for it. ``part`` is ``layer`` or a part."""
+
+    part: str
+    rule: str
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.part} | {self.rule}: {self.message} | {self.fix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +74,8 @@ class Resolution:
     ``transport`` and ``runner``). ``path``: how transport and runner meet. ``refusals``: of every
     candidate that was looked at. ``source``: where the spec came from (``argument``, ``config``,
     ``MOE_BACKEND``, ``auto``). ``would_work``: what ``auto`` would choose where the spec failed.
+    ``request`` is the effective one: under policy ``adjust`` with the widths that ``adjustments``
+    report. ``warnings``: what rules say without refusing.
     """
 
     request: Request
@@ -59,10 +86,18 @@ class Resolution:
     refusals: tuple[Refusal, ...]
     adjustments: tuple[Adjustment, ...] = ()
     would_work: str = ""
+    warnings: tuple[Advice, ...] = ()
+    policy: str = "strict"
 
     @property
     def ok(self) -> bool:
         return bool(self.parts)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The effective widths: those that a layer is to be built with."""
+        q = self.request
+        return ParallelConfig(ep_size=q.ep_size, tp_size=q.tp_size, dp_size=q.dp_size, rows=q.rows)
 
     @property
     def converters(self) -> tuple[ConverterSpec, ...]:
@@ -94,11 +129,14 @@ class Resolution:
             "spec": self.spec,
             "source": self.source,
             "fingerprint": self.fingerprint,
+            "policy": self.policy,
             "request": self.request.to_dict(),
+            "parallel": self.parallel.to_dict(),
             "parts": {role: c.to_dict() for role, c in self.parts.items()},
             "path": asdict(self.path) if self.path else None,
             "converters": [c.name for c in self.converters],
             "adjustments": [asdict(a) for a in self.adjustments],
+            "warnings": [asdict(w) for w in self.warnings],
             "refusals": [r.to_dict() for r in self.refusals],
             "would_work": self.would_work,
         }
@@ -122,6 +160,11 @@ class Resolution:
             lines.append(
                 f"  {'paid by':<10} " + ", ".join(f"{d}: {w}" for d, w in p.payers.items())
             )
+        for why in dict.fromkeys(a.why for a in self.adjustments):
+            changed = [a for a in self.adjustments if a.why == why]
+            steps = ", ".join(f"{a.field} {a.before} -> {a.after}" for a in changed)
+            lines.append(f"  {'adjusted':<10} {steps} ({changed[0].rule}): {why}")
+        lines += [f"  {'warning':<10} {w}" for w in self.warnings]
         if self.refusals:
             lines.append("refusals:")
             lines += [f"  {r}" for r in self.refusals]
@@ -144,6 +187,7 @@ def make_request(
     device: str = "cpu",
     router: str | None = None,
     routing_ids: bool = True,
+    max_tokens_per_rank: int | None = None,
     autograd: bool = True,
     compile: bool = False,
     cuda_graph: bool = False,
@@ -180,6 +224,7 @@ def make_request(
         ep_size=parallel.ep_size,
         tp_size=parallel.tp_size,
         dp_size=parallel.dp_size,
+        max_tokens_per_rank=max_tokens_per_rank,
         autograd=autograd,
         compile=compile,
         cuda_graph=cuda_graph,
@@ -194,17 +239,24 @@ def resolve(
     device: str = "cpu",
     router: str | None = None,
     routing_ids: bool = True,
+    max_tokens_per_rank: int | None = None,
     autograd: bool = True,
     compile: bool = False,
     cuda_graph: bool = False,
+    policy: str = "strict",
 ) -> Resolution:
     """What would run this layer. Precedence: argument > config > ``MOE_BACKEND`` > auto.
 
-    ``router`` is ``"custom"`` or ``"none"`` where the caller routes. Raises ``ConfigError`` for a
+    ``router`` is ``"custom"`` or ``"none"`` where the caller routes. ``policy``: ``"strict"``
+    refuses widths that a part hasn't, ``"adjust"`` may change them as the rules say and reports it;
+    a part that serves unchanged is then preferred. Raises ``ConfigError`` for a
     spec that can't be read, ``UnknownBackendError``, ``BackendConflictError``,
     ``BackendLoadError`` or ``BackendVersionError`` for the one backend that was named; in a list
     these are refusals and the next one is tried.
     """
+    if policy not in POLICIES:
+        message = f"must be one of {', '.join(POLICIES)}{nearest(policy, POLICIES)}"
+        raise ConfigError([Fault("policy", policy, message)])
     text, source = _spec_and_source(config, backend)
     request = make_request(
         config,
@@ -212,24 +264,40 @@ def resolve(
         device=device,
         router=router,
         routing_ids=routing_ids,
+        max_tokens_per_rank=max_tokens_per_rank,
         autograd=autograd,
         compile=compile,
         cuda_graph=cuda_graph,
     )
     spec = parse_spec(text)
-    found = _try_all(spec, request)
+    found = _try_all(spec, request, policy)
     if found.ok or spec.is_auto:
         would_work = ""
     else:
-        would_work = _try_all(parse_spec("auto"), request).name
+        would_work = _try_all(parse_spec("auto"), request, policy).name
+    effective = found.request or request
     return Resolution(
-        request=request,
+        request=effective,
         spec=text,
         source=source,
         parts=found.parts,
         path=found.path,
         refusals=tuple(dict.fromkeys(found.refusals)),
+        adjustments=found.adjustments,
         would_work=would_work,
+        warnings=_advice(effective, found.parts),
+        policy=policy,
+    )
+
+
+def _advice(request: Request, parts: Mapping[str, Candidate]) -> tuple[Advice, ...]:
+    judged = [("layer", judge(request))]
+    judged += [(c.label, judge(request, c.part.offer, role)) for role, c in parts.items()]
+    return tuple(
+        Advice(who, f.rule.id, f.message, f.fix)
+        for who, findings in judged
+        for f in findings
+        if f.rule.action == "warn"
     )
 
 
@@ -246,6 +314,8 @@ def _spec_and_source(config: MoEConfig, backend: str | None) -> tuple[str, str]:
 class _Found:
     parts: dict[str, Candidate] = field(default_factory=dict[str, Candidate])
     path: Path | None = None
+    request: Request | None = None
+    adjustments: tuple[Adjustment, ...] = ()
     refusals: list[Refusal] = field(default_factory=list[Refusal])
 
     @property
@@ -266,11 +336,11 @@ _LOAD_ERRORS = (
 )
 
 
-def _try_all(spec: Spec, request: Request) -> _Found:
+def _try_all(spec: Spec, request: Request, policy: str) -> _Found:
     found = _Found()
     for alternative in spec.alternatives:
         try:
-            _try_alternative(alternative, request, found)
+            _try_alternative(alternative, request, policy, found)
         except _LOAD_ERRORS as error:
             if len(spec.alternatives) == 1:
                 raise
@@ -291,7 +361,9 @@ def _load_refusal(name: str, error: Exception) -> Refusal:
     return Refusal(name, code, "backend", name, code, str(error))
 
 
-def _try_alternative(alternative: Alternative, request: Request, found: _Found) -> None:
+def _try_alternative(
+    alternative: Alternative, request: Request, policy: str, found: _Found
+) -> None:
     named = [_parts_of(n, found.refusals) for n in alternative.names]
     roles: dict[str, list[Candidate]] = {}
     if len(named) == 2:
@@ -312,45 +384,108 @@ def _try_alternative(alternative: Alternative, request: Request, found: _Found) 
     wanted_roles = ["router"] if request.router not in ROUTED_OUTSIDE else []
     wanted_roles += ["transport", "runner"] if staged else []
     wanted_roles += ["fused"] if not named or "fused" in roles else []
-    able: dict[str, list[Candidate]] = {}
-    for role in wanted_roles:
-        able[role] = []
-        for candidate in roles.get(role, [c for c in others if c.part.role == role]):
-            try:
-                refusals = part_refusals(candidate, request)
-            except BackendLoadError as error:
-                # One plugin's bug is an error for who named it, and no more than a refusal else.
-                if role in roles:
-                    raise
-                refusals = [_load_refusal(candidate.label, error)]
-            found.refusals += refusals
-            if not refusals:
-                able[role].append(candidate)
-        able[role].sort(key=lambda c: (-c.part.preference, c.label, c.distribution))
-    if "router" in able and not able["router"]:
+
+    def candidates(role: str) -> list[Candidate]:
+        if role not in wanted_roles:
+            return []
+        return roles.get(role, [c for c in others if c.part.role == role])
+
+    def refused(candidate: Candidate, request: Request) -> list[Refusal]:
+        try:
+            return part_refusals(candidate, request)
+        except BackendLoadError as error:
+            # One plugin's bug is an error for who named it, and no more than a refusal else.
+            if candidate.part.role in roles:
+                raise
+            return [_load_refusal(candidate.label, error)]
+
+    def serves(candidate: Candidate, request: Request) -> bool:
+        refusals = refused(candidate, request)
+        found.refusals += refusals
+        return not refusals
+
+    routers = [c for c in candidates("router") if serves(c, request)]
+    impossible = layer_refusals(request)
+    movers: list[_Mover] = []
+    for c in [*candidates("transport"), *candidates("fused")]:
+        mover = _mover(c, request, policy)
+        if mover.adjustments:
+            refusals = layer_refusals(mover.request, c.label) + refused(c, mover.request)
+            if refusals:  # with other widths neither: say what is wrong with the first ones too
+                refusals = impossible + refused(c, request) + refusals
+        else:
+            refusals = impossible + refused(c, request)
+        found.refusals += refusals
+        if not refusals:
+            movers.append(mover)
+    # A runner sees the widths of the transport that it would work with.
+    widths = dict.fromkeys(m.request for m in movers if m.role == "transport") or [request]
+    runners = {q: [c for c in candidates("runner") if serves(c, q)] for q in widths}
+    if "router" in wanted_roles and not routers:
         return
-    best = _best_experts(able, request, found.refusals)
+    best = _best_experts(movers, runners, found.refusals)
     if best is None:
         return
-    chosen, found.path = best
-    if "router" in able:
-        found.parts["router"] = able["router"][0]
+    if routers:
+        found.parts["router"] = min(routers, key=_order)
+    mover, chosen, found.path = best
     found.parts.update(chosen)
+    found.request, found.adjustments = mover.request, mover.adjustments
+
+
+def _order(c: Candidate) -> tuple[int, str, str]:
+    return -c.part.preference, c.label, c.distribution
+
+
+@dataclass(frozen=True, slots=True)
+class _Mover:
+    """A transport or a fused part, and the widths with which it would serve."""
+
+    candidate: Candidate
+    request: Request
+    adjustments: tuple[Adjustment, ...] = ()
+
+    @property
+    def role(self) -> str:
+        return self.candidate.part.role
+
+
+def _mover(candidate: Candidate, request: Request, policy: str) -> _Mover:
+    findings = judge(request, candidate.part.offer, candidate.part.role)
+    finding = next((f for f in findings if f.rule.action == "adjust"), None)
+    if policy != "adjust" or finding is None:
+        return _Mover(candidate, request)
+    after = adjusted(request, finding)
+    assert finding.rule.change is not None
+    why = f"{finding.message}; {finding.note}"
+    changes = tuple(
+        Adjustment(finding.rule.id, name, getattr(request, name), value, why)
+        for name, value in finding.rule.change(request).items()
+        if value != getattr(request, name)
+    )
+    return _Mover(candidate, after, changes)
 
 
 def _best_experts(
-    able: Mapping[str, list[Candidate]], request: Request, refusals: list[Refusal]
-) -> tuple[dict[str, Candidate], Path | None] | None:
-    """The preferred able pair, or fused part; ties: one backend, fewer converters, names."""
-    choices: list[tuple[tuple[Any, ...], dict[str, Candidate], Path | None]] = []
-    for t in able.get("transport", []):
-        for r in able.get("runner", []):
-            path = find_path(t, r, request)
+    movers: list[_Mover], runners: Mapping[Request, list[Candidate]], refusals: list[Refusal]
+) -> tuple[_Mover, dict[str, Candidate], Path | None] | None:
+    """The preferred able pair, or fused part, with as few changed widths as possible; ties: one
+    backend, fewer converters, names."""
+    choices: list[tuple[tuple[Any, ...], _Mover, dict[str, Candidate], Path | None]] = []
+    for m in sorted(movers, key=lambda m: _order(m.candidate)):
+        t, changes = m.candidate, len(m.adjustments)
+        if m.role == "fused":
+            rank = (changes, -2 * t.part.preference, False, False, False, t.label, "")
+            choices.append((rank, m, {"fused": t}, None))
+            continue
+        for r in sorted(runners[m.request], key=_order):
+            path = find_path(t, r, m.request)
             if isinstance(path, list):
                 refusals += path
                 continue
             together = t.backend.name == r.backend.name
             rank = (
+                changes,
                 -(t.part.preference + r.part.preference),
                 not together,
                 path.converter is not None,
@@ -358,14 +493,11 @@ def _best_experts(
                 t.label,
                 r.label,
             )
-            choices.append((rank, {"transport": t, "runner": r}, path))
-    for f in able.get("fused", []):
-        rank = (-2 * f.part.preference, False, False, False, f.label, "")
-        choices.append((rank, {"fused": f}, None))
+            choices.append((rank, m, {"transport": t, "runner": r}, path))
     if not choices:
         return None
-    _, parts, path = min(choices, key=lambda c: c[0])
-    return parts, path
+    _, mover, parts, path = min(choices, key=lambda c: c[0])
+    return mover, parts, path
 
 
 def _parts_of(named: NamedBackend, refusals: list[Refusal]) -> list[Candidate]:
