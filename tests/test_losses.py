@@ -59,7 +59,9 @@ def test_loss_by_hand() -> None:
     even = routing_of([[0], [1]], [[0.5, 0.5], [3, 3]])
     assert load_balance_loss(even, 2).item() == 1.0
     # f = [3/4, 1/4] of four choices, P = mean([1, 0], [1/4, 3/4]) = [5/8, 3/8].
-    uneven = routing_of([[0, 0], [0, 1], [-1, -1]], [[2, 0], [0.1, 0.3], [0, 0]])
+    mask = torch.tensor([True, True, True, False])
+    ids = [[0, 0], [0, 1], [-1, -1], [1, 1]]
+    uneven = routing_of(ids, [[2, 0], [0.1, 0.3], [0, 0], [0, 1]], token_mask=mask)
     want = 2 * (3 / 4 * 5 / 8 + 1 / 4 * 3 / 8)
     assert load_balance_loss(uneven, 2).item() == pytest.approx(want, rel=1e-15)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -300,19 +299,6 @@ def test_routers_start_and_end_well() -> None:
         router: Any = cls(layer())
         router(torch.zeros(0, H)).topk_weights.sum().backward()
         assert router.weight.grad.eq(0).all()
-
-
-def test_one_normalised_expert_has_no_gradient_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        TopKRouter(layer(top_k=1))
-        TopKRouter(layer(renormalize=True))
-        assert not caplog.records
-        router: Any = TopKRouter(layer(top_k=1, renormalize=True))
-    assert "router learns nothing" in caplog.text
-    router(torch.randn(5, H)).topk_weights.square().sum().backward()
-    assert router.weight.grad.eq(0).all()
 
 
 def test_a_callers_own_router() -> None:

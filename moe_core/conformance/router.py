@@ -296,7 +296,8 @@ class RouterConformance:
             routing = fn(leaf, 3, config, **extra)
             assert routing.scores is not None
             out = torch.cat([routing.ids_and_weights()[1], routing.scores], dim=1)
-            (out * self.random(*out.shape, seed=5)).sum().backward()
+            with torch.autograd.set_detect_anomaly(True):  # no NaN on the way either
+                (out * self.random(*out.shape, seed=5)).sum().backward()
             assert leaf.grad is not None
             assert torch.isfinite(leaf.grad).all()
             grads.append(leaf.grad)

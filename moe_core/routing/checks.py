@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
+from moe_core.checks import values_are_checked
 from moe_core.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,13 +47,6 @@ def settle(faults: list[str]) -> None:
     """Raises ``InputError`` with everything that was noted, if anything was."""
     if faults:
         raise InputError("; ".join(faults))
-
-
-def reads_values(tensor: Tensor) -> bool:
-    """Whether values may be looked at: on CPUs, elsewhere with ``MOE_VALIDATE=1`` (a sync)."""
-    if torch.compiler.is_compiling() or tensor.device.type == "meta":
-        return False
-    return tensor.device.type == "cpu" or os.environ.get("MOE_VALIDATE") == "1"
 
 
 def check_route(
@@ -101,7 +94,7 @@ def check_route(
     else:
         expect(faults, "tid2eid", tid2eid, (vocab, top_k), "integer")
     settle(faults)
-    if input_ids is None or tid2eid is None or not reads_values(input_ids):
+    if input_ids is None or tid2eid is None or not values_are_checked(input_ids):
         return
     real = (input_ids if token_mask is None else input_ids[token_mask]).long()
     wrong = real[(real < 0) | (real >= vocab)]

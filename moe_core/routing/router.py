@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.config import MoEConfig
-
-logger = logging.getLogger(__name__)
 
 
 class GateRouter(Router):
@@ -62,13 +59,6 @@ class GateRouter(Router):
         self.register_buffer("e_score_correction_bias", bias)
         self.register_buffer("tid2eid", table)
         self.reset_parameters()
-        normalised = config.router.renormalize or not config.router.softmax_before_topk
-        if top_k == 1 and normalised:
-            logger.warning(
-                "top_k=1 with normalised weights: every weight is routed_scaling_factor, so the "
-                "router learns nothing from the layer's output; set renormalize=False, or train "
-                "it with an auxiliary loss"
-            )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
