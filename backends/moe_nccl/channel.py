@@ -54,7 +54,7 @@ class Channel:
     def all_to_all(self, kind: str, tensor: Tensor, send: Splits, receive: Splits) -> Any:
         """One exchange, begun; no gradient. → (result, work)."""
         self._announce(kind, send, receive)
-        tensor = tensor.contiguous()
+        tensor = _dense(tensor)
         out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         if self.size == 1:
             out.copy_(tensor)
@@ -68,7 +68,7 @@ class Channel:
     def all_gather(self, kind: str, tensor: Tensor) -> Tensor:
         """``[n, ...]``, n equal on all ranks → ``[size * n, ...]``. No gradient."""
         self._announce(kind, [len(tensor)] * self.size, [len(tensor)] * self.size)
-        tensor = tensor.contiguous()
+        tensor = _dense(tensor)
         out = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         if self.size == 1 or not tensor.numel():
             return out.copy_(tensor) if self.size == 1 else out
@@ -186,6 +186,12 @@ def replicate(channel: Channel, *tensors: Tensor) -> tuple[Tensor, ...]:
 def reduce(channel: Channel, tensor: Tensor) -> Tensor:
     """Leave it: the parts summed, on all ranks."""
     return tensor if channel.size == 1 else _Reduce.apply(channel, tensor)  # pyright: ignore
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    # contiguous() keeps odd strides along dimensions of size 1, and view(dtype) trips over them
+    dense = tensor.is_contiguous() and (tensor.ndim == 0 or tensor.stride(-1) == 1)
+    return tensor if dense else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
