@@ -142,8 +142,8 @@ def _number(value: float | None) -> str:
 
 
 def _trace(canvas: Canvas, trace: dict[str, Any]) -> None:
-    where = f"{trace['what']}, row {trace['layers'][0]['row']} of its batch"
-    canvas.line(f"token {trace['token']}: {where}")
+    name = f"token {trace['token']}" + (f" ({trace['what']})" if trace["what"] else "")
+    canvas.line(f"{name}: row {trace['layers'][0]['row']:,} of its batch")
     for layer in trace["layers"]:
         canvas.line(f"  {layer['name']}")
         for slot in layer["slots"]:

@@ -154,8 +154,6 @@ def _run_text(args: argparse.Namespace) -> dict[str, Any]:
 def _score_text(
     args: argparse.Namespace, text: Text, wanted: int, token: int | None, model: Any
 ) -> dict[str, Any]:
-    import torch
-
     from moe_core import trace
     from moe_core.cli.layer_check import LayerReport, follow
     from moe_core.cli.report import Progress
@@ -190,8 +188,10 @@ def _score_text(
             progress.update(done, f"{bits / done:.3f} bits per byte")
     if text.size > 20_000:
         progress.close()
-    if not torch.isfinite(torch.tensor(bits)):
-        raise InputError("the model's scores are not finite: the model file or the dtype is no use")
+    if not bits / done < 1000:  # NaN and infinity too
+        raise InputError(
+            "the model's scores are no use: is it a trained one? Does --dtype suit it?"
+        )
     return {
         "text": {
             "name": text.name,
@@ -286,7 +286,7 @@ def _run_layer(args: argparse.Namespace) -> dict[str, Any]:
     traced = None
     if token is not None:
         path = [follow(layer, seen.calls[0], token)]
-        traced = {"token": token, "what": f"token {token}", "layers": path}
+        traced = {"token": token, "what": None, "layers": path}
     if args.output:
         _write(args.output, {"output": out, **_routed(seen.calls[0].routing)})
     return _common(args, config.dtype, [report], traced)

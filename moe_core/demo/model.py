@@ -187,6 +187,7 @@ def load(
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a safetensors file; ``InputError`` if it isn't one."""
     try:
+        open(path, "rb").close()  # its errors are clearer than those below
         with safe_open(str(path), "pt") as file:
             names = file.keys()
             return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
