@@ -139,7 +139,7 @@ def test_a_killed_rank_gives_its_peers_an_error_at_once(tmp_path) -> None:
     for child in children:
         child.start()
     try:
-        told = dict((r, (name, s)) for r, name, s in (results.get(timeout=60) for _ in range(2)))
+        told = {r: (name, s) for r, name, s in (results.get(timeout=60) for _ in range(2))}
     finally:
         for child in children:
             child.kill()
