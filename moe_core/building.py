@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from moe_core.config import MoEConfig, ParallelConfig
 
-POLICIES = ("strict", "adjust")
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,11 +44,20 @@ def plan_layer(
     On the meta device nothing is communicated. Raises ``ConfigError`` with every fault and every
     refusal; where the layer spans ranks, on all of them, naming who refused or differs.
     """
-    faults = _argument_faults(max_tokens_per_rank, policy) + group_faults(parallel, mesh)
     error: MoEError | None = None
     resolution: Resolution | None = None
     try:
-        resolution = resolve_or_raise(config, parallel, backend, device, faults=faults, **wants)
+        resolution = resolve_or_raise(
+            config,
+            parallel,
+            backend,
+            device,
+            mesh=mesh,
+            max_tokens_per_rank=max_tokens_per_rank,
+            policy=policy,
+            **wants,
+        )
+        parallel = resolution.parallel  # policy "adjust" may have changed the widths
     except MoEError as raised:
         error = raised
     alone = parallel.world_size == 1 or not (dist.is_available() and dist.is_initialized())
@@ -74,25 +81,28 @@ def resolve_or_raise(
     backend: str | None,
     device: torch.device,
     *,
-    faults: list[Fault] | None = None,
+    mesh: DeviceMesh | None = None,
+    max_tokens_per_rank: int | None = None,
     **wants: Any,
 ) -> Resolution:
     """A resolution that is ok. Raises ``ConfigError`` with every fault and every refusal."""
-    faults = (faults or []) + environment.check_environment()
+    faults = environment.check_environment()
     if device.type == "cuda" and not torch.cuda.is_available():
         faults.append(Fault("device", str(device), "this machine or torch build has no CUDA"))
+    if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
+        faults.append(Fault("max_tokens_per_rank", max_tokens_per_rank, "must be at least 1"))
+        max_tokens_per_rank = None
     # A layer built on the meta device is one for the CPU until it is moved.
     kind = "cpu" if device.type == "meta" else device.type
-    resolution = resolve(config, parallel, backend, device=kind, **wants)
+    resolution = resolve(
+        config,
+        parallel,
+        backend,
+        device=kind,
+        max_tokens_per_rank=max_tokens_per_rank,
+        **wants,
+    )
+    faults += group_faults(resolution.parallel if resolution.ok else parallel, mesh)
     if faults or not resolution.ok:
         raise ConfigError(faults, None if resolution.ok else resolution)
     return resolution
-
-
-def _argument_faults(max_tokens_per_rank: int | None, policy: str) -> list[Fault]:
-    faults: list[Fault] = []
-    if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
-        faults.append(Fault("max_tokens_per_rank", max_tokens_per_rank, "must be at least 1"))
-    if policy not in POLICIES:
-        faults.append(Fault("policy", policy, f"must be one of {', '.join(POLICIES)}"))
-    return faults

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import moe_nccl
 from moe_core import (
     Activation,
     ConfigError,
@@ -25,6 +26,7 @@ from moe_core import (
 )
 from moe_core.conformance.pool import ranks
 from moe_core.placement import Placement
+from moe_core.registry import register_backend
 from moe_nccl.channel import Channel, wait
 
 CONFIG = MoEConfig(
@@ -517,3 +519,31 @@ def test_the_down_bias_is_added_once() -> None:
     for ep, tp in ((1, 2), (2, 1), (2, 2)):
         parallel = ParallelConfig(ep_size=ep, tp_size=tp)
         ranks(ep * tp).run(bias_once, CONFIG, parallel)
+
+
+def adjusted(config: MoEConfig) -> dict[str, Any]:
+    """A transport that spans all ranks (SGLang's kind): tp = 1 is all it has."""
+    manifest = moe_nccl.BACKEND
+    part = manifest["parts"][0]
+    span = part | {"offer": part["offer"] | {"tp_size": [1]}}
+    register_backend(manifest | {"name": "span", "parts": [span]}, replace=True)
+    with pytest.raises(ConfigError, match="tp_size"):
+        MoELayer(config, ParallelConfig(tp_size=2), "span+torch")
+    layer = build_adjusted(config)
+    x = batch([4, 3])[dist.get_rank()]
+    return {"y": layer(x).detach(), "described": layer.describe()}
+
+
+def build_adjusted(config: MoEConfig) -> MoELayer:
+    torch.manual_seed(0)
+    return MoELayer(config, ParallelConfig(tp_size=2), "span+torch", policy="adjust")
+
+
+def test_policy_adjust_widens_ep_and_says_so() -> None:
+    config = replace(CONFIG, bias=False, num_experts=8)
+    want = single(config, [4, 3])
+    for rank, got in enumerate(ranks(2).run(adjusted, config)):
+        described = got["described"]
+        assert (described["widths"]["ep_size"], described["widths"]["tp_size"]) == (2, 1)
+        assert described["place"]["ep_rank"] == rank
+        close(got["y"], want["y"][rank])
