@@ -20,15 +20,12 @@ from moe_core.capabilities import (
     layer_refusals,
     part_refusals,
 )
-from moe_core.config import MoEConfig, ParallelConfig, dtype_name
+from moe_core.config import Faults, MoEConfig, ParallelConfig, dtype_name
 from moe_core.errors import (
     BackendConflictError,
     BackendLoadError,
     BackendVersionError,
-    ConfigError,
-    Fault,
     UnknownBackendError,
-    nearest,
 )
 from moe_core.manifest import API, PER_SLOT_LAYOUTS, Request
 from moe_core.rules import POLICIES, adjusted, judge
@@ -55,15 +52,14 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A rule that only warns: nothing is refused for it. ``part`` is ``layer`` or a part."""
+    """A rule on the layer that only warns: nothing is refused for it."""
 
-    part: str
     rule: str
     message: str
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.part} | {self.rule}: {self.message} | {self.fix}"
+        return f"{self.rule}: {self.message} | {self.fix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +220,8 @@ def make_request(
         ep_size=parallel.ep_size,
         tp_size=parallel.tp_size,
         dp_size=parallel.dp_size,
-        max_tokens_per_rank=max_tokens_per_rank,
+        max_tokens_per_rank=max_tokens_per_rank
+        and max_tokens_per_rank + config.padding_tokens(max_tokens_per_rank),
         autograd=autograd,
         compile=compile,
         cuda_graph=cuda_graph,
@@ -254,9 +251,11 @@ def resolve(
     ``BackendLoadError`` or ``BackendVersionError`` for the one backend that was named; in a list
     these are refusals and the next one is tried.
     """
-    if policy not in POLICIES:
-        message = f"must be one of {', '.join(POLICIES)}{nearest(policy, POLICIES)}"
-        raise ConfigError([Fault("policy", policy, message)])
+    faults = Faults()
+    faults.choice("policy", policy, POLICIES)
+    if max_tokens_per_rank is not None:
+        faults.integer("max_tokens_per_rank", max_tokens_per_rank)
+    faults.settle()
     text, source = _spec_and_source(config, backend)
     request = make_request(
         config,
@@ -285,19 +284,10 @@ def resolve(
         refusals=tuple(dict.fromkeys(found.refusals)),
         adjustments=found.adjustments,
         would_work=would_work,
-        warnings=_advice(effective, found.parts),
+        warnings=tuple(
+            Advice(f.rule.id, f.message, f.fix) for f in judge(effective) if f.rule.action == "warn"
+        ),
         policy=policy,
-    )
-
-
-def _advice(request: Request, parts: Mapping[str, Candidate]) -> tuple[Advice, ...]:
-    judged = [("layer", judge(request))]
-    judged += [(c.label, judge(request, c.part.offer, role)) for role, c in parts.items()]
-    return tuple(
-        Advice(who, f.rule.id, f.message, f.fix)
-        for who, findings in judged
-        for f in findings
-        if f.rule.action == "warn"
     )
 
 
