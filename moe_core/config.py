@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -49,11 +50,18 @@ class Faults(list[Fault]):
         return good
 
     def number(
-        self, name: str, value: Any, *, above: float | None = None, least: float = 0
+        self,
+        name: str,
+        value: Any,
+        *,
+        above: float | None = None,
+        least: float = 0,
+        below: float = float("inf"),
     ) -> None:
         good = isinstance(value, int | float) and not isinstance(value, bool)
         bound = f"above {above:g}" if above is not None else f"of at least {least:g}"
-        if not good or not least <= value < float("inf") or (above is not None and value <= above):
+        bound += f" and below {below:g}" if below < float("inf") else ""
+        if not good or not least <= value < below or (above is not None and value <= above):
             self.add(name, value, f"must be a finite number {bound}")
 
     def flag(self, name: str, value: Any) -> None:
@@ -79,6 +87,13 @@ class _Config:
         return _build(cls, data, "")
 
 
+_NO_EXPERT_CHOICE = (
+    "is not offered: where experts choose tokens, a token's experts depend on the whole batch, on "
+    "the tokens that follow it too, so a model trained so can't be decoded token by token; "
+    "take kind=topk and balance it with correction_bias, a loss or capacity_factor"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(_Config):
     """How a token chooses its experts and what weight each choice gets.
@@ -92,6 +107,9 @@ class RouterConfig(_Config):
     ``"top2_sum"``; ``None`` means max without and the sum of the top two with a correction bias.
     ``correction_bias``: a bias per expert that moves the choice and never the weight (DeepSeek-V3).
     ``vocab_size``: rows of the hash table.
+    ``jitter``: in training the router (not the experts) sees each element of its input times
+    uniform(1 - jitter, 1 + jitter), drawn from torch's generator (Switch Transformer, arXiv
+    2101.03961, 2.3; Mixtral's ``router_jitter_noise``).
     """
 
     kind: str = "topk"
@@ -104,10 +122,15 @@ class RouterConfig(_Config):
     group_score: str | None = None
     correction_bias: bool = False
     vocab_size: int | None = None
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         faults = Faults()
-        faults.choice("kind", self.kind, ROUTER_KINDS)
+        if self.kind == "expert_choice":
+            faults.add("kind", self.kind, _NO_EXPERT_CHOICE)
+        else:
+            faults.choice("kind", self.kind, ROUTER_KINDS)
+        faults.number("jitter", self.jitter, least=0, below=1)
         faults.choice("scoring_func", self.scoring_func, SCORING_FUNCS)
         faults.flag("softmax_before_topk", self.softmax_before_topk)
         faults.flag("renormalize", self.renormalize)
@@ -214,6 +237,10 @@ class MoEConfig(_Config):
     up half), ``"up_gate"``, ``"interleaved"`` (gate, up, gate, up, ...). Without a gate ``w13`` is
     ``[E, I, H]`` and the layout says nothing.
     ``apply_router_weight_on_input``: scale the expert's input instead of its output.
+    ``capacity_factor``: from the tokens of one rank each expert takes at most ``expert_capacity``
+    choices, the first ones in token, then slot order; None = all. What is over it is dropped: that
+    slot adds nothing, the other weights stay as they are. ``capacity_policy``: ``"drop"``, or
+    ``"pad"``: the same numbers, and every expert gets exactly that many rows, zeros if need be.
     ``combine``: ``"per_slot"`` or ``"per_rank"``, see docs/design.md, Numerics.
     ``dispatch_dtype``/``combine_dtype``: what rows travel in between ranks; None = the layer's
     dtype, and float32 (float64 if the layer is) for sums on their way home.
@@ -298,6 +325,25 @@ class MoEConfig(_Config):
                 f"{chosen} groups of {self.num_experts // groups} experts can't give "
                 f"top_k={self.top_k} choices",
             )
+
+    def expert_capacity(self, num_tokens: int) -> int:
+        """``ceil(capacity_factor * num_tokens * top_k / num_experts)``, real tokens of one rank.
+
+        Exact: the factor is the nearest fraction with a denominator of at most 10**6, so 1.1 is
+        11/10 (and ``num_experts`` if it is more, which drops nothing). An integer tensor gives a
+        tensor. Only with a ``capacity_factor``.
+        """
+        assert self.capacity_factor is not None
+        factor = Fraction(min(self.capacity_factor, self.num_experts)).limit_denominator(10**6)
+        share = factor.denominator * self.num_experts
+        return -((-factor.numerator * self.top_k * num_tokens) // share)
+
+    def padding_tokens(self, num_tokens: int) -> int:
+        """Tokens of zeros that ``capacity_policy="pad"`` adds to ``num_tokens``: enough slots to
+        fill every expert."""
+        if self.capacity_factor is None or self.capacity_policy != "pad":
+            return 0
+        return -((-self.num_experts * self.expert_capacity(num_tokens)) // self.top_k)
 
     @property
     def w13_rows(self) -> int:

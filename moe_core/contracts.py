@@ -5,7 +5,7 @@ Shapes: T tokens on this rank, K choices per token, E experts, H hidden size, I 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -40,8 +40,10 @@ class Routing:
     is) ``[T, K]``, ``routed_scaling_factor`` folded in, 0 where the id is -1; ``router_logits``
     ``[T, E]`` in the weights' dtype, where a router made them. ``topk_ids`` and ``topk_weights``
     are None together: the kernel routes by itself from the logits, which only runners that offer
-    ``routing_ids=False`` take. ``scores`` ``[T, E]``: unbiased scores, for losses.
+    ``routing_ids=False`` take; ids without weights are a choice that a layer's router is to weigh
+    (``choice()``). ``scores`` ``[T, E]``: unbiased scores, for losses.
     ``token_mask`` bool ``[T]``: True = a real token, None = all are.
+    ``chosen_ids`` int64 ``[T, K]``: what was chosen before a capacity dropped some; None: the same.
     """
 
     topk_ids: Tensor | None
@@ -50,10 +52,28 @@ class Routing:
     scores: Tensor | None = None
     token_mask: Tensor | None = None
     id_space: IdSpace = IdSpace.LOGICAL
+    chosen_ids: Tensor | None = None
 
     @property
     def has_ids(self) -> bool:
         return self.topk_ids is not None
+
+    def choice(self) -> Routing:
+        """The chosen ids alone. Given back to a layer, its router weighs them anew and learns."""
+        ids = self.topk_ids if self.chosen_ids is None else self.chosen_ids
+        return Routing(ids, None, id_space=self.id_space)
+
+    def detach(self) -> Routing:
+        """The same numbers without their graph. Given back to a layer, its router rests."""
+        made = {
+            name: None if tensor is None else tensor.detach()
+            for name, tensor in (
+                ("topk_weights", self.topk_weights),
+                ("router_logits", self.router_logits),
+                ("scores", self.scores),
+            )
+        }
+        return replace(self, **made)
 
     def ids_and_weights(self) -> tuple[Tensor, Tensor]:
         """Both, for parts that need them. Raises ``ValueError`` if the kernel is to route."""

@@ -15,16 +15,19 @@ from torch import Tensor, nn
 
 from moe_core import tracing
 from moe_core.building import Plan, plan_layer
+from moe_core.capacity import drop_over_capacity, pad_to_capacity
 from moe_core.checks import check_hidden, check_routing, values_are_checked
 from moe_core.config import MoEConfig, ParallelConfig, dtype_name
 from moe_core.contracts import INVALID, ExpertWeights, Handle, Routing
 from moe_core.errors import InputError
 from moe_core.pipeline import Pipeline, StagedPlan
 from moe_core.placement import Placement, w13_blocks
+from moe_core.routing.counts import RoutingCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from moe_core.layouts import Record
@@ -93,6 +96,7 @@ class Experts(nn.Module):
         self.register_buffer(
             "invalid_ids_seen", torch.zeros((), dtype=torch.bool, device=target), persistent=False
         )
+        self.counts = RoutingCounts(config.num_experts, target)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -136,6 +140,12 @@ class Experts(nn.Module):
         return self.parallel.world_size > 1
 
     @property
+    def token_groups(self) -> tuple[ProcessGroup, ...]:
+        """The process groups over which tokens differ: dp, and ep unless rows are replicated."""
+        ep = self.groups.ep if self.parallel.rows == "distinct" else None
+        return tuple(group for group in (self.groups.dp, ep) if group is not None)
+
+    @property
     def weights(self) -> ExpertWeights:
         bias = self.w2_bias
         if bias is not None and self.parallel.tp_size > 1:
@@ -151,9 +161,13 @@ class Experts(nn.Module):
 
     def _build(self, plan: Plan, device: torch.device) -> None:
         self.resolution, self.groups = plan.resolution, plan.groups
+        self.parallel = plan.resolution.parallel
         self.placement = Placement(self.config.num_experts, self.parallel.ep_size)
+        pad = None
+        if self.config.capacity_factor is not None and self.config.capacity_policy == "pad":
+            pad = functools.partial(pad_to_capacity, config=self.config)
         self.pipeline = Pipeline(
-            plan.resolution, self.placement, self.config.dtype, str(device), plan.groups
+            plan.resolution, self.placement, self.config.dtype, str(device), plan.groups, pad
         )
         self._prepared: tuple[tuple[Any, ...], ExpertWeights] | None = None
 
@@ -228,7 +242,7 @@ class Experts(nn.Module):
             raise
 
     def accept(self, hidden_states: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Checks, casts and flattens; says nothing to other ranks."""
+        """Checks, casts, flattens, counts, drops what is over capacity; says nothing to others."""
         config = self.config
         rows = check_hidden(hidden_states, config.hidden_size, self.dtype)
         rows = rows.reshape(-1, config.hidden_size)
@@ -248,8 +262,10 @@ class Experts(nn.Module):
                 f"the routing holds {have}, and backend {self.resolution.name!r} was chosen for "
                 f"{need}: a router that leaves the choice to the kernel says routing_ids = False"
             )
-        if routing.topk_ids is None or routing.topk_weights is None:
+        if routing.topk_ids is None:
             return rows, routing
+        if routing.topk_weights is None:
+            raise InputError("topk_weights is missing; only a MoELayer's router can weigh a choice")
         ids, weights = check_routing(
             rows, routing.topk_ids, routing.topk_weights, config.num_experts, config.top_k
         )
@@ -257,7 +273,13 @@ class Experts(nn.Module):
             bad = (ids < INVALID) | (ids >= config.num_experts)
             ids = ids.masked_fill(bad, INVALID)
             self.invalid_ids_seen.logical_or_(bad.any())
-        return rows, replace(routing, topk_ids=ids, topk_weights=weights)
+        routing = replace(routing, topk_ids=ids, topk_weights=weights)
+        if self.training and not self.inference:
+            self.counts.add_tokens(routing)
+        if config.capacity_factor is not None:
+            routing, dropped = drop_over_capacity(routing, config)
+            self.counts.add_dropped(dropped)
+        return rows, routing
 
     def prepare_weights(self) -> None:
         """Make an inference copy in the kernel's own format, used whenever gradients are off.
@@ -338,8 +360,15 @@ class Experts(nn.Module):
         }
 
     def stats(self) -> dict[str, Tensor]:
-        """Counters on the device; reading one is what synchronises."""
-        return {"invalid_ids_seen": self.invalid_ids_seen}
+        """Counters on the device; reading one is what synchronises.
+
+        ``invalid_ids_seen`` bool; ``dropped_slots``, ``tokens_per_expert``: see ``RoutingCounts``.
+        """
+        return {
+            "invalid_ids_seen": self.invalid_ids_seen,
+            "dropped_slots": self.counts.dropped_slots,
+            "tokens_per_expert": self.counts.tokens_per_expert,
+        }
 
     def extra_repr(self) -> str:
         c = self.config

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic
 from torch import nn
 
 from moe_core.contracts import BuildContext, PlanT
+from moe_core.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +35,14 @@ class Router(nn.Module, ABC):
         token_mask: Tensor | None = None,
     ) -> Routing:
         """``input_ids`` int64 ``[T]``, ``token_mask`` bool ``[T]`` (True = a real token)."""
+
+    def reweight(self, routing: Routing, topk_ids: Tensor) -> Routing:
+        """What ``forward`` returned, with the choice ``topk_ids [T, K]`` in place of its own and
+        this router's weights for it: how a saved choice is replayed while the router learns."""
+        raise InputError(
+            f"{type(self).__name__} has no reweight(routing, topk_ids): to replay a choice it has "
+            "to say what the chosen experts weigh"
+        )
 
 
 class Dispatcher(ABC, Generic[PlanT]):

@@ -20,11 +20,13 @@ from moe_core.building import plan_layer
 from moe_core.checks import check_hidden
 from moe_core.config import MoEConfig, ParallelConfig
 from moe_core.contracts import INVALID, Routing
-from moe_core.errors import InputError
+from moe_core.errors import ConfigError, Fault, InputError
 from moe_core.experts import Experts
 from moe_core.interfaces import Router
 from moe_core.pipeline import load_target
-from moe_core.routing import CallableRouter
+from moe_core.routing import CallableRouter, updated_correction_bias
+from moe_core.routing.losses import sum_over
+from moe_core.routing.recompute import through_tapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +97,8 @@ class MoELayer(nn.Module):
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.config = config
         self.name = ""
+        if router is None:
+            _check_jitter(config, parallel or ParallelConfig())
         plan = plan_layer(
             config,
             parallel or ParallelConfig(),
@@ -192,7 +196,8 @@ class MoELayer(nn.Module):
         """``input_ids`` and ``token_mask`` have the leading shape of ``hidden_states``.
 
         ``token_mask`` True = a real token; rows of the others are not read, choose no expert and
-        come back as zeros. ``routing``: use this one (saved, replayed) and don't route.
+        come back as zeros. ``routing``: use this one (saved, replayed) and don't route; one without
+        weights (``saved.choice()``) is weighed by the router, which learns from it.
         ``return_routing``: also return what was used. ``phase`` picks one of several agreed plans
         (``"prefill"``, ``"decode"``); a local layer has one plan for all.
         """
@@ -248,16 +253,36 @@ class MoELayer(nn.Module):
             if mask.dtype != torch.bool:
                 raise InputError(f"token_mask must be bool, not {mask.dtype}")
             rows = torch.where(mask[:, None], rows, 0)
-        if routing is None:
+        choice = routing.topk_ids if routing is not None and routing.topk_weights is None else None
+        if routing is None or choice is not None:
             with tracing.stage("router", rows.device):
-                routing = self.router(rows, ids, mask)
-        assert routing is not None
+                made: Routing = self.router(rows, ids, mask)
+                if choice is not None:
+                    made = self.router.reweight(made, choice)
+                routing = through_tapes(made, self.router)
         if mask is not None and routing.topk_ids is not None:
+            own = routing.token_mask
             routing = replace(
-                routing, topk_ids=routing.topk_ids.masked_fill(~mask[:, None], INVALID)
+                routing,
+                topk_ids=routing.topk_ids.masked_fill(~mask[:, None], INVALID),
+                token_mask=mask if own is None else mask & own,
             )
         rows, routing = self.experts.accept(rows, routing)
         return rows, mask, routing
+
+    def update_correction_bias(self, rate: float = 1e-3) -> None:
+        """Moves the router's ``e_score_correction_bias`` by the choices counted since the last
+        time, summed over all ranks' tokens, and counts anew. Collective; after the optimizer step.
+
+        Raises ``InputError`` for a router without that bias. See ``updated_correction_bias``.
+        """
+        bias = getattr(self.router, "e_score_correction_bias", None)
+        if bias is None:
+            raise InputError("the router has no correction bias: set router.correction_bias=true")
+        counted = self.experts.counts.tokens_per_expert
+        total = sum_over(counted, self.experts.token_groups)
+        bias.copy_(updated_correction_bias(bias, total, rate))
+        counted.zero_()
 
     def _shared(self, rows: Tensor) -> Tensor | None:
         if self.shared_experts is None:
@@ -276,6 +301,17 @@ class MoELayer(nn.Module):
     def stats(self) -> dict[str, Tensor]:
         """Counters on the device; reading one is what synchronises."""
         return self.experts.stats()
+
+
+def _check_jitter(config: MoEConfig, parallel: ParallelConfig) -> None:
+    """Each rank draws its own noise, so that ranks with the same token would route it apart."""
+    alike = parallel.tp_size * (parallel.ep_size if parallel.rows == "replicated" else 1)
+    if config.router.jitter and alike > 1:
+        message = (
+            f"{alike} ranks hold the same tokens (tp_size={parallel.tp_size}, "
+            f"rows={parallel.rows}) and would each draw other noise: set jitter=0"
+        )
+        raise ConfigError([Fault("router.jitter", config.router.jitter, message)])
 
 
 def _per_token(name: str, tensor: Tensor | None, shape: torch.Size) -> Tensor | None:

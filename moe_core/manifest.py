@@ -85,7 +85,8 @@ class Request:
     """What a layer needs, one field per axis; what parts offer is compared with it field by field.
 
     ``router`` is ``"topk"``, ``"hash"``, ``"custom"`` (the caller's own) or ``"none"`` (the caller
-    routes; ``Experts`` alone). ``routing_ids`` is False where the kernel itself is to route.
+    routes; ``Experts`` alone). ``routing_ids`` is False where the kernel itself is to route, and
+    ``capacity`` True where it has to drop as well: the layer does it before any other part.
     ``limit`` is ``"none"`` or the clamp's form. ``quant`` is ``"none"`` or a name.
     ``dispatch_dtype``/``combine_dtype``: what rows travel in. ``uneven_experts``: the ranks of the
     ep group don't all hold equally many. ``max_tokens_per_rank``: the largest T, None = not known.

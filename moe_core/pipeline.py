@@ -42,7 +42,10 @@ def load_target(candidate: Candidate) -> Any:
 
 @dataclass(frozen=True)
 class StagedPlan(ExchangePlan):
-    """The transport's own handle and the converter's state, for the one handle a caller sees."""
+    """The transport's own handle and the converter's state, for the one handle a caller sees.
+
+    ``num_tokens`` is the caller's T; the ids and weights are those that travelled, padding added.
+    """
 
     inner: Handle[ExchangePlan]
     converter_state: Any
@@ -54,7 +57,10 @@ class StagedPlan(ExchangePlan):
 
 
 class Pipeline:
-    """Built from a resolution that is ``ok``. ``dtype`` and ``device`` are torch names."""
+    """Built from a resolution that is ``ok``. ``dtype`` and ``device`` are torch names.
+
+    ``pad`` adds tokens before anything travels; their results are cut off at the end.
+    """
 
     def __init__(
         self,
@@ -63,8 +69,9 @@ class Pipeline:
         dtype: str,
         device: str,
         groups: Groups = LOCAL,
+        pad: Callable[[Tensor, Routing], tuple[Tensor, Routing]] | None = None,
     ) -> None:
-        self.resolution = resolution
+        self.resolution, self.pad = resolution, pad
         path = resolution.path
 
         def context(role: str, takes: str = "", gives: str = "") -> BuildContext:
@@ -116,6 +123,9 @@ class Pipeline:
     ) -> tuple[Record, Handle[StagedPlan]]:
         """``meanwhile`` runs while the rows travel."""
         transport, _ = self._staged
+        num_tokens = hidden_states.shape[0]
+        if self.pad is not None:
+            hidden_states, routing = self.pad(hidden_states, routing)
         with tracing.stage("dispatch", hidden_states.device):
             pending = transport.dispatch_begin(hidden_states, routing)
         if meanwhile is not None:
@@ -126,7 +136,7 @@ class Pipeline:
             if self.converter is not None:
                 record, state = self.converter.there(record)
         plan = inner.plan
-        staged = StagedPlan(plan.num_tokens, plan.topk_ids, plan.topk_weights, inner, state)
+        staged = StagedPlan(num_tokens, plan.topk_ids, plan.topk_weights, inner, state)
         return record, Handle(staged, self)
 
     def run(self, record: Record, weights: ExpertWeights) -> Record:
@@ -144,7 +154,8 @@ class Pipeline:
             if call is not None:
                 call.slot_rows = plan.slot_rows
                 call.expert_rows = record.rows if isinstance(record, SlotMajor) else None
-            return transport.combine(record, plan.inner)
+            out = transport.combine(record, plan.inner)
+            return out if self.pad is None else out[: plan.num_tokens]
 
     def report_fault(self, error: Exception) -> None:
         """Tell the ranks that wait in this step's exchange; on one rank there are none."""
@@ -162,8 +173,12 @@ class Pipeline:
         if self.fused is not None:
             if meanwhile is not None:
                 meanwhile()
+            num_tokens = hidden_states.shape[0]
+            if self.pad is not None:
+                hidden_states, routing = self.pad(hidden_states, routing)
             with tracing.stage("fused", hidden_states.device):
-                return self.fused.forward(hidden_states, routing, weights)
+                out = self.fused.forward(hidden_states, routing, weights)
+            return out if self.pad is None else out[:num_tokens]
         record, handle = self.dispatch(hidden_states, routing, meanwhile)
         return self.combine(self.run(record, weights), handle)
 

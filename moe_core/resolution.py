@@ -206,7 +206,7 @@ def make_request(
         w13_layout=config.w13_layout,
         bias=config.bias,
         weight_on_input=config.apply_router_weight_on_input,
-        capacity=config.capacity_factor is not None,
+        capacity=config.capacity_factor is not None and not routing_ids,
         combine=config.combine,
         dispatch_dtype=config.dispatch_dtype or config.dtype,
         combine_dtype=config.combine_dtype

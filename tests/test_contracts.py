@@ -45,9 +45,7 @@ def test_errors_pickle_with_their_data(error: MoEError) -> None:
 
 
 def test_a_config_error_keeps_its_resolution_when_pickled() -> None:
-    config = MoEConfig(
-        hidden_size=8, intermediate_size=8, num_experts=4, top_k=2, capacity_factor=1.0
-    )
+    config = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2, quant="fp8")
     resolution = resolve(config)
     assert not resolution.ok
     again = pickle.loads(pickle.dumps(ConfigError(resolution)))

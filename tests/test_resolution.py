@@ -77,12 +77,11 @@ def test_transport_plus_runner() -> None:
 
 
 def test_an_explicit_name_that_cannot_serve_is_an_error_with_every_reason() -> None:
-    config = MoEConfig(**SIZES, capacity_factor=1.0, quant="fp8")
+    config = MoEConfig(**SIZES, quant="fp8")
     found = resolve(config, ParallelConfig(ep_size=2), "torch")
     assert not found.ok
     axes = {(r.part, r.axis) for r in found.refusals}
     assert {
-        ("torch.transport", "capacity"),
         ("torch.transport", "ep_size"),
         ("torch.runner", "quant"),
     } <= axes

@@ -17,7 +17,7 @@ from moe_core.errors import ConfigError, Fault, InputError
 from moe_core.interfaces import Router
 from moe_core.routing.checks import expect, settle
 from moe_core.routing.scores import accumulate_dtype, without_autocast
-from moe_core.routing.topk import route
+from moe_core.routing.topk import reweight, route
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,13 +78,20 @@ class GateRouter(Router):
         input_ids: Tensor | None = None,
         token_mask: Tensor | None = None,
     ) -> Routing:
-        """``hidden_states`` float ``[T, H]`` → ``Routing``. Raises ``InputError`` as ``route``."""
+        """``hidden_states`` float ``[T, H]`` → ``Routing``. Raises ``InputError`` as ``route``.
+
+        Jitter is drawn where the router trains: in training mode, with a ``weight`` that learns.
+        """
         faults: list[str] = []
         expect(faults, "hidden_states", hidden_states, ("T", self.config.hidden_size), "float")
         settle(faults)
         dtype = accumulate_dtype(hidden_states, self.weight)
+        rows, jitter = hidden_states.to(dtype), self.config.router.jitter
+        # Not by grad mode: a reentrant checkpoint's forward has none, its recompute has.
+        if jitter and self.training and self.weight.requires_grad:
+            rows = rows * torch.empty_like(rows).uniform_(1 - jitter, 1 + jitter)
         with without_autocast(hidden_states.device):
-            logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype))
+            logits = F.linear(rows, self.weight.to(dtype))
         return self.route_fn(
             logits,
             self.config.top_k,
@@ -94,6 +101,9 @@ class GateRouter(Router):
             tid2eid=self.tid2eid,
             token_mask=token_mask,
         )
+
+    def reweight(self, routing: Routing, topk_ids: Tensor) -> Routing:
+        return reweight(routing, topk_ids, self.config.router)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves go through; casts that would lose bits of a score, or change an id, do not."""

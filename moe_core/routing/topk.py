@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from moe_core.contracts import INVALID, Routing
-from moe_core.routing.checks import check_route
+from moe_core.errors import InputError
+from moe_core.routing.checks import check_route, expect, settle
 from moe_core.routing.scores import (
     accumulate_dtype,
     log_scores,
@@ -58,10 +60,7 @@ def route(
     config = router_config
     with without_autocast(router_logits.device):
         logits = router_logits.to(accumulate_dtype(router_logits))
-        valid = ~torch.isnan(logits) & (logits != -torch.inf)
-        if token_mask is not None:
-            valid = valid & token_mask[:, None]
-        clean = torch.where(valid, logits, 0.0).clamp(max=torch.finfo(logits.dtype).max)
+        valid, clean = cleaned(logits, token_mask)
         score = scores(clean, valid, config.scoring_func)
         if input_ids is not None and tid2eid is not None and config.kind == "hash":
             ids = _look_up(input_ids, tid2eid, valid)
@@ -72,15 +71,50 @@ def route(
             elif config.effective_group_score == "top2_sum":
                 choice = score
             ids = _choose(choice.detach(), valid, top_k, config)
-        filled = ids != INVALID
-        safe = torch.where(filled, ids, 0)
-        if config.renormalize or not config.softmax_before_topk:
-            log = log_scores(clean.gather(1, safe), config.scoring_func)
-            weights = masked_softmax(log, filled)
-        else:
-            weights = score.gather(1, safe)
-        weights = torch.where(filled, weights * config.routed_scaling_factor, 0.0)
+        weights = _weights(clean, score, ids, config)
     return Routing(ids, weights, logits, score, token_mask)
+
+
+def reweight(routing: Routing, topk_ids: Tensor, router_config: RouterConfig) -> Routing:
+    """``routing`` with another choice, weighed from its logits as ``route`` would weigh it.
+
+    ``topk_ids`` integer ``[T, K]``; an id that ``route`` could not have chosen becomes -1. Raises
+    ``InputError`` for another shape or dtype, or where the routing has no logits and scores.
+    """
+    logits, score = routing.router_logits, routing.scores
+    if logits is None or score is None:
+        raise InputError("a choice can only be weighed by a router that returns logits and scores")
+    faults: list[str] = []
+    expect(faults, "topk_ids", topk_ids, (logits.shape[0], "K"), "integer")
+    settle(faults)
+    with without_autocast(logits.device):
+        valid, clean = cleaned(logits, routing.token_mask)
+        ids = topk_ids.long()
+        good = (ids >= 0) & (ids < logits.shape[1])
+        good = good & valid.gather(1, torch.where(good, ids, 0))
+        ids = torch.where(good, ids, INVALID)
+        weights = _weights(clean, score, ids, router_config)
+    return replace(routing, topk_ids=ids, topk_weights=weights, chosen_ids=None)
+
+
+def cleaned(logits: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """bool ``[T, E]``: which experts can be chosen; and finite logits, 0 for the others."""
+    valid = ~torch.isnan(logits) & (logits != -torch.inf)
+    if token_mask is not None:
+        valid = valid & token_mask[:, None]
+    return valid, torch.where(valid, logits, 0.0).clamp(max=torch.finfo(logits.dtype).max)
+
+
+def _weights(clean: Tensor, score: Tensor, ids: Tensor, config: RouterConfig) -> Tensor:
+    """Of the experts ``ids [T, K]``; 0 where -1."""
+    filled = ids != INVALID
+    safe = torch.where(filled, ids, 0)
+    if config.renormalize or not config.softmax_before_topk:
+        log = log_scores(clean.gather(1, safe), config.scoring_func)
+        weights = masked_softmax(log, filled)
+    else:
+        weights = score.gather(1, safe)
+    return torch.where(filled, weights * config.routed_scaling_factor, 0.0)
 
 
 def _choose(choice: Tensor, valid: Tensor, top_k: int, config: RouterConfig) -> Tensor:
