@@ -93,9 +93,8 @@ def show(report: dict[str, Any], stream: TextIO) -> None:
 def _score(canvas: Canvas, report: dict[str, Any]) -> None:
     text, score = report["text"], report["score"]
     more = f" (stopped by --max-bytes, of {text['size']:,})" if text["truncated"] else ""
-    canvas.line(
-        f"text      {text['name']}: {text['bytes']:,} bytes{more}, {text['windows']} windows"
-    )
+    count = f"{text['windows']:,} window{'s' if text['windows'] > 1 else ''}"
+    canvas.line(f"text      {text['name']}: {text['bytes']:,} bytes{more}, {count}")
     canvas.line(
         f"score     {score['bits_per_byte']:.3f} bits per byte, perplexity "
         f"{score['perplexity_per_byte']:.2f} per byte"

@@ -162,9 +162,10 @@ def _score_text(
     layers = [LayerReport(moe, check=not args.no_check) for moe in model.moes]
     bits, done, count = 0.0, 0, 0
     traced: dict[str, Any] | None = None
-    score(model, next(batched(windows(io.BytesIO(b" "), 1), 1)))  # first calls are slow: no timing
     progress = Progress(wanted, "scoring")
     for group in batched(windows(text.source, model.config.context - 1, wanted), BATCH):
+        if not count:
+            score(model, group)  # first calls are slow: not timed
         with trace() as seen:
             new = score(model, group)
         ids = token_ids(group)
@@ -277,7 +278,7 @@ def _run_layer(args: argparse.Namespace) -> dict[str, Any]:
         )
     token = _token_index(args.trace, hidden[..., 0].numel(), "tokens in hidden_states")
     with torch.no_grad():
-        layer(hidden, input_ids, routing=routing)  # first calls are slow: no timing
+        layer(hidden, input_ids, routing=routing)  # first calls are slow: not timed
         with trace() as seen:
             out = layer(hidden, input_ids, routing=routing)
     report = LayerReport(layer, check=not args.no_check)
