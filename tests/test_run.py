@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_core import MoEConfig, MoELayer, RouterConfig, environment, trace
+from moe_core import MoEConfig, MoELayer, RouterConfig, Routing, environment, trace
 from moe_core.cli import main
 from moe_core.cli.layer_check import LayerReport
 from moe_core.cli.report import Canvas, show
@@ -175,25 +175,40 @@ def test_a_backend_that_computes_something_else_is_found_out(
 def test_a_wrong_route_is_found_out():
     torch.manual_seed(0)
     config = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=1)
-    layer = MoELayer(config, inference=True)
-    with trace() as seen:
-        layer(torch.randn(5, 8))
-    (call,) = seen.calls
-    report = LayerReport(layer)
-    report.add(call)
+    layer, hidden = MoELayer(config, inference=True), torch.randn(5, 8)
+
+    def report_on(routing: Routing | None) -> LayerReport:
+        """Of a router that gave ``routing``; what follows it computes all right."""
+        with trace() as seen:
+            layer(hidden, routing=routing)
+        report = LayerReport(layer)
+        report.add(seen.calls[0])
+        assert report.error is not None
+        assert report.error < report.bound
+        return report
+
+    report = report_on(None)
     assert (report.flips, report.wrong_routes, report.agrees) == (0, 0, True)
-    assert call.routing is not None
-    ids, weights = call.routing.ids_and_weights()
-    call.routing = replace(call.routing, topk_ids=(ids + 1) % 4)
-    report = LayerReport(layer)
-    report.add(call)
+    ids, weights = layer.router(hidden).ids_and_weights()
+    report = report_on(Routing((ids + 1) % 4, weights))
     assert (report.flips, report.wrong_routes, report.agrees) == (5, 5, False)
-    call.routing = replace(call.routing, topk_ids=ids, topk_weights=weights * 1.01)
-    report = LayerReport(layer)
-    report.add(call)
-    assert report.flips == 0
+    report = report_on(Routing(ids, weights * 1.01))
+    assert (report.flips, report.wrong_routes, report.agrees) == (0, 0, False)
     assert report.weight_error == pytest.approx(0.01, rel=1e-3)
-    assert not report.agrees
+
+
+def test_a_near_tie_that_goes_the_other_way_is_rounding():
+    layer = MoELayer(
+        MoEConfig(hidden_size=2, intermediate_size=2, num_experts=2, top_k=1), inference=True
+    )
+    layer.router.load_state_dict({"weight": torch.tensor([[1.0, 0.0], [1.0, 1e-7]])})
+    hidden = torch.ones(1, 2)  # logits 1 and 1.0000001: the reference takes expert 1
+    for ids, flips in ((1, 0), (0, 1)):
+        with trace() as seen:
+            layer(hidden, routing=Routing(torch.tensor([[ids]]), torch.tensor([[0.5]])))
+        report = LayerReport(layer)
+        report.add(seen.calls[0])
+        assert (report.flips, report.wrong_routes, report.agrees) == (flips, 0, True)
 
 
 IDENTITY = {
@@ -211,7 +226,8 @@ def layer_files(folder: Path, config: dict[str, Any], **tensors: Tensor) -> list
     return ["--layer", f"{folder}/config.json", "--tensors", f"{folder}/in.safetensors"]
 
 
-def test_a_layer_by_hand(ran: Any, tmp_path: Path):
+@pytest.mark.parametrize("backend", ["torch", "nccl"])
+def test_a_layer_by_hand(ran: Any, tmp_path: Path, backend: str):
     # Expert 0 gives x, expert 1 gives 2 x; the second token's second slot is not used.
     eye = torch.eye(2)
     words = layer_files(
@@ -224,12 +240,13 @@ def test_a_layer_by_hand(ran: Any, tmp_path: Path):
         topk_weights=torch.tensor([[0.5, 0.25], [2.0, 7.0]]),
     )
     output = tmp_path / "out.safetensors"
-    code, report = ran(*words, "--backend", "torch", "--trace", -2, "--output", output)
+    code, report = ran(*words, "--backend", backend, "--trace", -2, "--output", output)
     assert code == 0
     (layer,) = report["layers"]
     assert layer["rows_per_expert"] == [2, 1]
     assert (layer["routing_flips"], layer["weight_relative_error"]) == (None, None)
     (path,) = report["trace"]["layers"]
+    assert path["recomputed"] == (backend == "nccl")  # it sums the rows before they come home
     # Rows lie by expert, then token: expert 0 has (0, 1) and (1, 0), expert 1 has (0, 0).
     assert [(s["expert"], s["buffer_row"]) for s in path["slots"]] == [(1, 2), (0, 0)]
     assert [(s["rank"], s["local_expert"]) for s in path["slots"]] == [(0, 1), (0, 0)]

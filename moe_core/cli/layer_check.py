@@ -15,6 +15,7 @@ import torch
 
 from moe_core.contracts import Routing
 from moe_core.layer import MoELayer
+from moe_core.reference import expert_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,35 +156,47 @@ def _finite(value: float | None) -> float | None:
 def follow(layer: MoELayer, call: LayerCall, row: int) -> dict[str, Any]:
     """One token's way through one traced call: row ``row`` to its experts and back.
 
-    ``contribution`` is the length of what a slot adds to the token's output row; it is None, like
-    ``buffer_row``, where the backend doesn't show it (a fused one).
+    ``contribution`` is the length of what a slot adds to the token's output row, computed again
+    with the reference where the backend doesn't show its experts' rows (``recomputed``);
+    ``buffer_row`` is None where it doesn't show that.
     """
+    assert call.hidden_states is not None
     assert call.routing is not None
     assert call.output is not None
-    path = layer.resolution.path
-    weighted = path is None or path.payers.get("weight") != "transport"
-    ids, weights = call.routing.ids_and_weights()
+    ids, weights = (t.detach() for t in call.routing.ids_and_weights())
+    hidden = call.hidden_states[row : row + 1].detach()
+    path, given = layer.resolution.path, call.expert_rows
+    on_input = layer.config.apply_router_weight_on_input
+    weighted = on_input if given is None else path.payers.get("weight") != "transport"
     slots: list[dict[str, Any]] = []
     for slot, expert in enumerate(ids[row].tolist()):
-        weight = float(weights[row, slot])
-        entry: dict[str, Any] = {"slot": slot, "expert": expert, "weight": weight}
+        entry: dict[str, Any] = {
+            "slot": slot,
+            "expert": expert,
+            "weight": float(weights[row, slot]),
+        }
         if expert >= 0:
             rank, local = layer.experts.placement.home(expert)
-            entry |= {"rank": rank, "local_expert": local, "buffer_row": None, "contribution": None}
-            if call.slot_rows is not None:
-                entry["buffer_row"] = int(call.slot_rows[row, slot])
-            if call.expert_rows is not None:
-                length = call.expert_rows[row, slot].double().norm().item()
-                entry["contribution"] = _finite(length * (1 if weighted else abs(weight)))
+            place = None if call.slot_rows is None else int(call.slot_rows[row, slot])
+            if given is None:
+                scale = entry["weight"] if on_input else 1.0
+                added = expert_forward(hidden * scale, expert, layer.experts.weights)
+            else:
+                added = given[row, slot]
+            length = added.detach().double().norm().item()
+            length *= 1.0 if weighted else abs(entry["weight"])
+            entry |= {"rank": rank, "local_expert": local, "buffer_row": place}
+            entry["contribution"] = _finite(length)
         slots.append(entry)
-    shared = layer.shared_experts
-    with torch.no_grad():
-        hidden = call.hidden_states[row] if call.hidden_states is not None else None
-        added = None if shared is None or hidden is None else shared(hidden[None]).double().norm()
+    shared = None
+    if layer.shared_experts is not None:
+        with torch.no_grad():
+            shared = _finite(layer.shared_experts(hidden).double().norm().item())
     return {
         "name": layer.name,
         "row": row,
         "slots": slots,
-        "shared_contribution": None if added is None else _finite(added.item()),
-        "output": _finite(call.output[row].double().norm().item()),
+        "recomputed": given is None,
+        "shared_contribution": shared,
+        "output": _finite(call.output[row].detach().double().norm().item()),
     }

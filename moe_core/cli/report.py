@@ -144,17 +144,17 @@ def _trace(canvas: Canvas, trace: dict[str, Any]) -> None:
     name = f"token {trace['token']}" + (f" ({trace['what']})" if trace["what"] else "")
     canvas.line(f"{name}: row {trace['layers'][0]['row']:,} of its batch")
     for layer in trace["layers"]:
-        canvas.line(f"  {layer['name']}")
+        again = " (contributions computed again by the reference)" if layer["recomputed"] else ""
+        canvas.line(f"  {layer['name']}{again}")
         for slot in layer["slots"]:
             if slot["expert"] < 0:
                 canvas.line(f"    slot {slot['slot']}: no expert")
                 continue
             row = "?" if slot["buffer_row"] is None else f"{slot['buffer_row']:,}"
-            added = slot["contribution"]
             canvas.line(
                 f"    slot {slot['slot']}: expert {slot['expert']:>3} (rank {slot['rank']}, local "
                 f"{slot['local_expert']})  buffer row {row:>6}  weight {slot['weight']:.4f}  "
-                f"contribution {'?' if added is None else f'{added:.4f}'}"
+                f"contribution {_length(slot['contribution'])}"
             )
         if layer["shared_contribution"] is not None:
             canvas.line(f"    shared expert: contribution {layer['shared_contribution']:.4f}")
