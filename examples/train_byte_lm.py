@@ -82,7 +82,11 @@ def initialise(model: ByteLM) -> None:
 
 
 def train(model: ByteLM, text: bytes, steps: int, seconds: float) -> int:
-    """AdamW with a cosine over ``steps`` or ``seconds``, whichever is sooner; steps taken."""
+    """AdamW with a cosine over ``steps``, or over ``seconds`` where those run out; steps taken.
+
+    The clock is only looked at once the steps fall well behind it: otherwise a seed would not
+    give the same model twice.
+    """
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     routings: dict[nn.Module, Routing] = {}  # what each learned router did last
     learned = [m for m in model.modules() if isinstance(m, TopKRouter)]
@@ -102,7 +106,8 @@ def train(model: ByteLM, text: bytes, steps: int, seconds: float) -> int:
     progress, start = Progress(steps, "training"), time.monotonic()
     smooth, step = math.log(256), 0
     while step < steps and time.monotonic() - start < seconds:
-        done = max(step / steps, (time.monotonic() - start) / seconds)
+        done, late = step / steps, (time.monotonic() - start) / seconds
+        done = late if late > done + 0.05 else done
         rate = LEARNING_RATE * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
         for group in optimizer.param_groups:
             group["lr"] = rate
