@@ -3,7 +3,7 @@
     python examples/train_byte_lm.py --out byte_lm.safetensors
     moe-core run --model byte_lm.safetensors
 
-Two cores need about eight minutes. Experts are balanced without a loss: after each step every
+It takes 9 minutes of one core's time, less on two. Experts are balanced without a loss: after each step every
 learned layer's correction bias moves a little towards the experts that got too few tokens.
 """
 
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.steps < 1 or not args.minutes > 0:
         parser.error("--steps must be at least 1 and --minutes above 0")
+    if not args.out.absolute().parent.is_dir():  # better now than after the training
+        parser.error(f"--out {args.out}: there is no such folder")
 
     text, held_out = corpus()
     torch.manual_seed(args.seed)
