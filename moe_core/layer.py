@@ -203,7 +203,10 @@ class MoELayer(nn.Module):
         """
         shape = hidden_states.shape
         with tracing.layer_call(
-            self.name, self.config.num_experts, self.experts.parallel.world_size
+            self.name,
+            self.config.num_experts,
+            self.experts.parallel.world_size,
+            self.experts.groups.rank,
         ):
             if not self.experts.is_distributed:
                 rows, mask, routing = self._route(
@@ -257,9 +260,8 @@ class MoELayer(nn.Module):
         if routing is None or choice is not None:
             with tracing.stage("router", rows.device):
                 made: Routing = self.router(rows, ids, mask)
-                if choice is not None:
-                    made = self.router.reweight(made, choice)
-                routing = through_tapes(made, self.router)
+                choice = through_tapes(choice, made.topk_ids)
+                routing = made if choice is None else self.router.reweight(made, choice)
         if mask is not None and routing.topk_ids is not None:
             own = routing.token_mask
             routing = replace(

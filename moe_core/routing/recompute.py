@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moe_core.contracts import Routing
-    from moe_core.interfaces import Router
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -79,28 +77,30 @@ class _Tape:
                 "checkpoint this function without it"
             )
 
-    def through(self, routing: Routing, router: Router) -> Routing:
-        ids = routing.topk_ids
-        if ids is None:  # the kernel routes: it has to be deterministic by itself
-            return routing
+    def through(self, ids: Tensor) -> Tensor:
         if self.position is None:
             self.choices.append(ids)
-            return routing
+            return ids
         if self.position >= len(self.choices) or self.choices[self.position].shape != ids.shape:
             raise InputError(
                 "the recompute of a checkpointed function calls other layers, or with other "
                 "tokens, than its forward did: the saved routing doesn't fit"
             )
         self.position += 1
-        return router.reweight(routing, self.choices[self.position - 1])
+        return self.choices[self.position - 1]
 
 
 _tapes: ContextVar[tuple[_Tape, ...]] = ContextVar("moe_core_routing_tapes", default=())
 
 
-def through_tapes(routing: Routing, router: Router) -> Routing:
-    """What a layer uses of what its router returned. Outer tapes first."""
-    if not torch.compiler.is_compiling():
-        for tape in _tapes.get():
-            routing = tape.through(routing, router)
-    return routing
+def through_tapes(choice: Tensor | None, routed: Tensor | None) -> Tensor | None:
+    """The choice ``[T, K]`` that a layer's router is to weigh instead of what it ``routed``.
+
+    None: no other one. Under a tape there always is one, in the forward too: both runs have to do
+    the same operations, since a checkpoint compares what they save.
+    """
+    if routed is None or torch.compiler.is_compiling():  # None: the kernel routes
+        return choice
+    for tape in _tapes.get():  # the outer first
+        choice = tape.through(routed if choice is None else choice)
+    return choice
