@@ -3,8 +3,8 @@
     python examples/train_byte_lm.py --out byte_lm.safetensors
     moe-core run --model byte_lm.safetensors
 
-It takes 9 minutes of one core's time, less on two. Experts are balanced without a loss: after each step every
-learned layer's correction bias moves a little towards the experts that got too few tokens.
+It takes 9 minutes of one core's time, less on two. Experts are balanced without a loss: after each
+step every learned layer's correction bias moves a little towards experts that got too few tokens.
 """
 
 from __future__ import annotations
