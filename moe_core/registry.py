@@ -13,6 +13,7 @@ import os
 import re
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -66,7 +67,8 @@ class BackendInfo:
 
     ``status``: ``available`` (its manifest can be read), ``broken``, ``version`` (written for
     another interface) or ``conflict`` (``dist:name`` still works). ``reason`` says why it isn't
-    available, ``traceback`` where a broken one failed.
+    available, ``traceback`` where a broken one failed. What ``installed`` returns was not loaded:
+    there it is ``claimed``, ``conflict`` or ``not allowed`` (by ``MOE_PLUGINS``).
     """
 
     name: str
@@ -140,6 +142,30 @@ def all_names() -> tuple[str, ...]:
     state = _current()
     with state.lock:
         return tuple(sorted({*state.in_process, *(e.name for e in _visible(state))}))
+
+
+def installed(name: str | None = None, distribution: str | None = None) -> list[BackendInfo]:
+    """Every entry point (of that name, of that distribution), by name and distribution.
+
+    Nothing is loaded, so none can do harm. In-process backends are not among them. ``MOE_PLUGINS``
+    naming what isn't there is no error.
+    """
+    state = _current()
+    allowed = environment.plugins()
+    with state.lock:
+        found = _discovered(state)
+    visible = [e for e in found if _allows(allowed, e)]
+    claims = Counter(e.name for e in visible)
+    infos: list[BackendInfo] = []
+    for e in found:
+        if name not in (None, e.name):
+            continue
+        if distribution is not None and _normal(e.distribution) != _normal(distribution):
+            continue
+        status = "conflict" if claims[e.name] > 1 else "claimed"
+        status = status if e in visible else "not allowed"
+        infos.append(BackendInfo(e.name, e.distribution, e.version, e.target, status))
+    return infos
 
 
 def list_backends() -> list[BackendInfo]:
@@ -258,7 +284,11 @@ def _visible(state: _State) -> list[_Entry]:
     ]
     if faults:
         raise ConfigError(faults)
-    return [e for e in entries if _normal(e.distribution) == CORE or e.name in allowed]
+    return [e for e in entries if _allows(allowed, e)]
+
+
+def _allows(allowed: tuple[str, ...] | None, entry: _Entry) -> bool:
+    return allowed is None or _normal(entry.distribution) == CORE or entry.name in allowed
 
 
 def _discovered(state: _State) -> list[_Entry]:
