@@ -23,6 +23,7 @@ from moe_core.routing import (
     tokens_per_expert,
     updated_correction_bias,
 )
+from moe_core.routing.losses import sum_over
 
 
 def routing_of(ids: list[list[int]], scores: list[list[float]] | None = None, **extra) -> Routing:
@@ -220,10 +221,11 @@ def losses_of_a_rank(sizes: list[int]) -> dict[str, tuple[torch.Tensor, torch.Te
     ids = torch.zeros(len(logits), dtype=torch.int64)  # one sequence each
     counts = tokens_per_expert(route(logits, 2, RouterConfig()), 6)
     kept = counts.clone()
+    assert sum_over(counts, (group,)).sum() == 2 * sum(sizes)
     results = {
         name: loss_and_gradient(name, RouterConfig(), logits, ids, (group,)) for name in LOSSES
     }
-    assert torch.equal(counts, kept)
+    assert torch.equal(counts, kept)  # nor does anything write into a rank's own counts
     return results
 
 
