@@ -40,14 +40,15 @@ set-up: $(STAMP)
 
 # torch goes first and alone: it is the one large download, and a failure there is easy to read.
 # The build backend is installed here too, so that it is the pinned one (no build isolation).
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt plugins/moe-example/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	  sys.exit(None if v >= (3, 11) else f"moe-core needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
-	@echo "Setting up $(VENV) (once, and again when pyproject.toml or constraints.txt changes)"
+	@echo "Setting up $(VENV) (once, and again when what it depends on changes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq -c constraints.txt torch
 	@$(BIN)/python -m pip install -qq -c constraints.txt hatchling editables
 	@$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e ".[dev]"
+	@$(BIN)/python -m pip install -qq --no-index --no-deps --no-build-isolation -e plugins/moe-example
 	@touch $@
 
 clean:
