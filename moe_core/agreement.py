@@ -66,7 +66,12 @@ def agree(ranks: tuple[int, ...], rank: int, mine: dict[str, Any]) -> None:
 
 
 def disagreements(ranks: tuple[int, ...], said: list[dict[str, Any]]) -> list[Fault]:
-    """One fault per rank that refused and per field that differs."""
+    """One fault per rank that refused and per field that differs.
+
+    None where all refuse alike: each rank has the reason, and better words for it.
+    """
+    if len({words.get("refused") for words in said}) == 1 and "refused" in said[0]:
+        return []
     faults = [
         Fault(f"rank {r}", "refused", words["refused"])
         for r, words in zip(ranks, said, strict=True)

@@ -46,7 +46,6 @@ class Experts(nn.Module):
 
     w13_bias: Tensor | None
     w2_bias: Tensor | None
-    invalid_ids_seen: Tensor
 
     def __init__(
         self,
@@ -93,9 +92,6 @@ class Experts(nn.Module):
         self.w2 = parameter(hidden, share)
         self.w13_bias = parameter(rows) if config.bias else None
         self.w2_bias = parameter(hidden) if config.bias else None
-        self.register_buffer(
-            "invalid_ids_seen", torch.zeros((), dtype=torch.bool, device=target), persistent=False
-        )
         self.counts = RoutingCounts(config.num_experts, target)
         self.reset_parameters()
 
@@ -203,7 +199,7 @@ class Experts(nn.Module):
         if accepted is not None:
             return self._run_all(hidden_states, accepted, meanwhile)
         rows, routing = self._accept(hidden_states, Routing(topk_ids, topk_weights))
-        call = tracing.layer_call("experts", self.config.num_experts, self.parallel.world_size)
+        call = tracing.layer_call("experts", self)
         with call:
             return self._run_all(rows, routing, meanwhile).view(hidden_states.shape)
 
@@ -272,7 +268,7 @@ class Experts(nn.Module):
         if not values_are_checked(ids):
             bad = (ids < INVALID) | (ids >= config.num_experts)
             ids = ids.masked_fill(bad, INVALID)
-            self.invalid_ids_seen.logical_or_(bad.any())
+            self.counts.add_invalid(bad.sum())
         routing = replace(routing, topk_ids=ids, topk_weights=weights)
         if self.training and not self.inference:
             self.counts.add_tokens(routing)
@@ -362,10 +358,10 @@ class Experts(nn.Module):
     def stats(self) -> dict[str, Tensor]:
         """Counters on the device; reading one is what synchronises.
 
-        ``invalid_ids_seen`` bool; ``dropped_slots``, ``tokens_per_expert``: see ``RoutingCounts``.
+        ``invalid_ids``, ``dropped_slots``, ``tokens_per_expert``: see ``RoutingCounts``.
         """
         return {
-            "invalid_ids_seen": self.invalid_ids_seen,
+            "invalid_ids": self.counts.invalid_ids,
             "dropped_slots": self.counts.dropped_slots,
             "tokens_per_expert": self.counts.tokens_per_expert,
         }

@@ -202,12 +202,7 @@ class MoELayer(nn.Module):
         (``"prefill"``, ``"decode"``); a local layer has one plan for all.
         """
         shape = hidden_states.shape
-        with tracing.layer_call(
-            self.name,
-            self.config.num_experts,
-            self.experts.parallel.world_size,
-            self.experts.groups.rank,
-        ):
+        with tracing.layer_call(self.name, self.experts):
             if not self.experts.is_distributed:
                 rows, mask, routing = self._route(
                     hidden_states, input_ids, token_mask, routing, phase

@@ -52,8 +52,10 @@ class StagedPlan(ExchangePlan):
 
     @property
     def slot_rows(self) -> Tensor | None:
-        """int64 ``[N, K]``: row of each (token, slot) in the expert buffer, -1 for none."""
-        return getattr(self.converter_state, "slot_rows", None)
+        """int64 ``[T, K]``: row of each (token, slot) in the buffer that this rank filled, -1 for
+        none: the send buffer where rows travel, else the experts' own."""
+        sent = getattr(self.inner.plan, "slot_rows", None)
+        return sent if sent is not None else getattr(self.converter_state, "slot_rows", None)
 
 
 class Pipeline:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.contracts import Routing
+    from moe_core.experts import Experts
 
 
 @dataclass
@@ -38,6 +39,8 @@ class LayerCall:
     name: str
     num_experts: int
     world_size: int = 1
+    rank: int = 0
+    ep_size: int = 1
     stages: dict[str, float] = field(default_factory=dict[str, float])
     traffic: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
     collectives: list[str] = field(default_factory=list[str])
@@ -116,8 +119,7 @@ class Trace:
         return [name for call in self.calls for name in call.collectives]
 
     @contextmanager
-    def call(self, name: str, num_experts: int, world_size: int) -> Iterator[None]:
-        record = LayerCall(name, num_experts, world_size)
+    def call(self, record: LayerCall) -> Iterator[None]:
         self.calls.append(record)
         self._open.append(record)
         try:
@@ -148,12 +150,22 @@ def current() -> LayerCall | None:
     return tracer._open[-1] if tracer is not None and tracer._open else None
 
 
-def layer_call(name: str, num_experts: int, world_size: int) -> AbstractContextManager[None]:
+def layer_call(name: str, experts: Experts) -> AbstractContextManager[None]:
     """Opens a call unless one is open already (``Experts`` inside a ``MoELayer``)."""
     if torch.compiler.is_compiling() or current() is not None:
         return nullcontext()
-    tracer = _active.get()
-    return nullcontext() if tracer is None else tracer.call(name, num_experts, world_size)
+    tracer, parallel = _active.get(), experts.parallel
+    if tracer is None:
+        return nullcontext()
+    return tracer.call(
+        LayerCall(
+            name=name,
+            num_experts=experts.config.num_experts,
+            world_size=parallel.world_size,
+            rank=experts.groups.rank,
+            ep_size=parallel.ep_size,
+        )
+    )
 
 
 def stage(name: str, device: torch.device) -> AbstractContextManager[Any]:

@@ -24,6 +24,8 @@ SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_experts"
 def test_every_rank_and_field_that_differs_is_named() -> None:
     same = {"request.dtype": "float32", "torch": "2.13.0"}
     assert disagreements((0, 1), [same, dict(same)]) == []
+    assert disagreements((0, 1), [{"refused": "x"}, {"refused": "x"}]) == []
+    assert len(disagreements((0, 1), [{"refused": "x"}, {"refused": "y"}])) == 2
     faults = disagreements(
         (0, 1, 2, 7),
         [

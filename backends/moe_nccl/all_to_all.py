@@ -26,7 +26,8 @@ class AllToAllPlan(ExchangePlan):
 
     ``home_index`` int64: where token t finds what comes home, -1 = nothing: ``[T, M]`` over the
     ranks it went to, ascending (per_rank), or ``[T, K]`` over its slots (per_slot).
-    ``received_weights [N, K]``: the routing weights that came with the rows.
+    ``received_weights [N, K]``: the routing weights that came with the rows. ``slot_rows [T, K]``:
+    the row of the send buffer that carries each slot, -1 = none.
     """
 
     send_rows: Splits
@@ -35,6 +36,7 @@ class AllToAllPlan(ExchangePlan):
     receive_slots: Splits
     home_index: Tensor
     received_weights: Tensor
+    slot_rows: Tensor
     dtype: torch.dtype
 
 
@@ -82,6 +84,10 @@ class AllToAllTransport(DistributedTransport[AllToAllPlan]):
             receive_slots=receive_slots,
             home_index=_slot_index(rank_of) if self.per_slot else _rank_index(hits, top_k),
             received_weights=out_weights,
+            slot_rows=_places(hits)
+            .t()
+            .gather(1, rank_of.clamp(min=0))
+            .masked_fill(rank_of < 0, -1),
             dtype=hidden_states.dtype,
         )
 
@@ -134,9 +140,13 @@ class AllToAllTransport(DistributedTransport[AllToAllPlan]):
 
 def _rank_index(hits: Tensor, top_k: int) -> Tensor:
     """``[EP, T]`` → ``[T, min(K, EP)]``: places of a token's rows in (rank, token) order."""
-    places = torch.where(hits, hits.flatten().cumsum(0).view_as(hits) - 1, hits.numel())
-    first = places.t().sort(1).values[:, : min(top_k, hits.shape[0])]
+    first = _places(hits).t().sort(1).values[:, : min(top_k, hits.shape[0])]
     return first.masked_fill(first == hits.numel(), -1)
+
+
+def _places(hits: Tensor) -> Tensor:
+    """``[EP, T]``: the row of each hit among all hits; ``hits.numel()`` where there's none."""
+    return torch.where(hits, hits.flatten().cumsum(0).view_as(hits) - 1, hits.numel())
 
 
 def _slot_index(rank_of: Tensor) -> Tensor:

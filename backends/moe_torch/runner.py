@@ -55,7 +55,6 @@ class TorchRunner(ExpertRunner):
                 ]
             )
         self.engine = "loop" if self.gemm == "loop" or self.why_not_grouped else "grouped_mm"
-        self._matmul = ENGINES[self.engine]
         self._weighs_input = "weight" in context.pays and request.weight_on_input
         self._weighs_output = "weight" in context.pays and not request.weight_on_input
         self._widths = (request.hidden_size, share, 2 if request.gated else 1)
@@ -86,11 +85,12 @@ class TorchRunner(ExpertRunner):
             x = torch.where(somebody, x, 0)
         if self._weighs_input:
             x = (x.to(wide) * route).to(x.dtype)
-        h = self._matmul(x, weights.w13, starts, counts)
+        matmul = ENGINES[self.engine]  # not kept: an operator can't be copied with the layer
+        h = matmul(x, weights.w13, starts, counts)
         if weights.w13_bias is not None:
             h = h.to(wide) + _bias_rows(weights.w13_bias, experts, wide)
         h = activate(h, weights.activation, weights.w13_layout, x.dtype)
-        y = self._matmul(h, weights.w2, starts, counts)
+        y = matmul(h, weights.w2, starts, counts)
         if weights.w2_bias is not None:
             y = y.to(wide) + _bias_rows(weights.w2_bias, experts, wide)
         if self._weighs_output:

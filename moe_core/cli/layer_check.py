@@ -15,6 +15,7 @@ import torch
 
 from moe_core.contracts import Routing
 from moe_core.layer import MoELayer
+from moe_core.placement import Placement
 from moe_core.reference import expert_forward
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ def _finite(value: float | None) -> float | None:
 def follow(layer: MoELayer, call: LayerCall, row: int) -> dict[str, Any]:
     """One token's way through one traced call: row ``row`` to its experts and back.
 
+    ``layer`` holds all experts, wherever the call ran.
+
     ``contribution`` is the length of what a slot adds to the token's output row, computed again
     with the reference where the backend doesn't show its experts' rows (``recomputed``);
     ``buffer_row`` is None where it doesn't show that.
@@ -176,7 +179,7 @@ def follow(layer: MoELayer, call: LayerCall, row: int) -> dict[str, Any]:
             "weight": float(weights[row, slot]),
         }
         if expert >= 0:
-            rank, local = layer.experts.placement.home(expert)
+            rank, local = Placement(layer.config.num_experts, call.ep_size).home(expert)
             place = None if call.slot_rows is None else int(call.slot_rows[row, slot])
             if given is None:
                 scale = entry["weight"] if on_input else 1.0

@@ -82,6 +82,9 @@ def show(report: dict[str, Any], stream: TextIO) -> None:
     for layer in report["layers"]:
         canvas.line()
         _layer(canvas, layer)
+    if report.get("traffic"):
+        canvas.line()
+        _traffic(canvas, report["traffic"])
     if report["trace"]:
         canvas.line()
         _trace(canvas, report["trace"])
@@ -99,6 +102,27 @@ def _score(canvas: Canvas, report: dict[str, Any]) -> None:
         f"score     {score['bits_per_byte']:.3f} bits per byte, perplexity "
         f"{score['perplexity_per_byte']:.2f} per byte"
     )
+
+
+def _traffic(canvas: Canvas, traffic: dict[str, Any]) -> None:
+    """Rank by rank, in KiB, all layers together."""
+    rows, size = traffic["payload_bytes"], len(traffic["payload_bytes"])
+    canvas.line(f"token rows sent between {size} ranks, KiB (row: from, column: to)")
+    canvas.line("  from  " + "".join(f"{f'rank {dst}':>10}" for dst in range(size)))
+    for src in range(size):
+        cells = [f"{sent / 1024:,.1f}" for sent in rows[src]]
+        cells[src] = "·"
+        canvas.line(f"  rank {src:<3}" + "".join(f"{cell:>10}" for cell in cells))
+    total, least, home, meta = (
+        sum(map(sum, traffic[f"{kind}_bytes"])) / 1024
+        for kind in ("payload", "bound", "combine", "meta")
+    )
+    ratio = traffic["payload_over_bound"]
+    canvas.line(
+        f"  payload {total:,.1f} KiB, bound {least:,.1f} KiB (one row per token and remote rank)"
+        + (f": payload/bound = {ratio:.2f}" if ratio is not None else "")
+    )
+    canvas.line(f"  results coming home {home:,.1f} KiB; ids, weights, counts {meta:,.1f} KiB")
 
 
 def _layer(canvas: Canvas, layer: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -27,7 +28,10 @@ if TYPE_CHECKING:  # torch is imported once the arguments are known to be good
     from torch import Tensor
 
     from moe_core.cli.layer_check import LayerReport
+    from moe_core.demo.model import Window
+    from moe_core.demo.team import Load, Team
     from moe_core.layer import MoELayer
+    from moe_core.tracing import LayerCall
 
 BATCH = 16  # windows that go through the model together
 
@@ -47,6 +51,7 @@ def register(subparsers: Any) -> None:
     add("--backend", metavar="SPEC", help="backend spec (default: MOE_BACKEND, else auto)")
     add("--text", metavar="FILE", help="text to score, - for standard input (default: a sample)")
     add("--model", metavar="FILE", help="a model of examples/train_byte_lm.py (default: shipped)")
+    add("--nproc", metavar="N", type=int, help="spread the experts over N processes")
     add("--max-bytes", metavar="N", type=int, help="score the first N bytes only")
     add("--layer", metavar="CONFIG.json", help="run this one layer instead of the model")
     add("--tensors", metavar="FILE", help="with --layer: safetensors with weights and input")
@@ -63,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """Raises ``MoEError`` for anything that the caller can put right."""
     _check_arguments(args)
     report = _run_layer(args) if args.layer else _run_text(args)
+    if report is None:
+        return 0
     if args.json:
         print(json.dumps(report, allow_nan=False))
     else:
@@ -82,6 +89,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
     else:
         only_layer = [n for n in ("tensors", "output") if getattr(args, n) is not None]
         faults += [f"--{n} needs --layer CONFIG.json" for n in only_layer]
+    if args.layer and args.nproc is not None:
+        faults.append("--nproc doesn't go with --layer")
+    if args.nproc is not None and args.nproc < 1:
+        faults.append(f"--nproc must be at least 1, not {args.nproc}")
     if args.max_bytes is not None and args.max_bytes < 1:
         faults.append(f"--max-bytes must be at least 1, not {args.max_bytes}")
     if faults:
@@ -138,55 +149,72 @@ def open_text(path: str | None, stack: ExitStack) -> Text:
     return Text(name, size, source)
 
 
-def _run_text(args: argparse.Namespace) -> dict[str, Any]:
+def _run_text(args: argparse.Namespace) -> dict[str, Any] | None:
     with ExitStack() as stack:
         text = open_text(args.text, stack)
         wanted = min(text.size, args.max_bytes or text.size)
         token = _token_index(args.trace, wanted, "bytes of text")
-        from moe_core.demo import model as demo
+        from moe_core.demo import team as teams
 
-        model = demo.load(
-            args.model, backend=args.backend, dtype=args.dtype, device=_device(args.device)
-        )
-        return _score_text(args, text, wanted, token, model)
+        load = teams.Load(args.model, args.backend, args.dtype, _device(args.device))
+        team = _team(args.nproc, load, stack)
+        return _score_text(args, text, wanted, token, team)
+
+
+def _team(nproc: int | None, load: Load, stack: ExitStack) -> Team:
+    from moe_core.demo import team as teams
+
+    if teams.under_torchrun():
+        if nproc is not None:
+            raise InputError("--nproc starts ranks itself: leave it out under torchrun")
+        team: Team = teams.TorchrunTeam(load)
+    else:
+        team = teams.PoolTeam(nproc, load) if nproc and nproc > 1 else teams.Team(load)
+    stack.callback(team.close)
+    return team
 
 
 def _score_text(
-    args: argparse.Namespace, text: Text, wanted: int, token: int | None, model: Any
-) -> dict[str, Any]:
-    from moe_core import trace
+    args: argparse.Namespace, text: Text, wanted: int, token: int | None, team: Team
+) -> dict[str, Any] | None:
+    """None on a rank that reports to another."""
     from moe_core.cli.layer_check import LayerReport, follow
     from moe_core.cli.report import Progress
-    from moe_core.demo.model import batched, score, token_ids, windows
+    from moe_core.cli.traffic import Traffic
+    from moe_core.demo import model as demo
 
-    layers = [LayerReport(moe, check=not args.no_check) for moe in model.moes]
+    whole = team.whole()
+    layers = [LayerReport(moe, check=not args.no_check) for moe in whole.moes]
+    traffic = Traffic(whole.config.moe(0), team.size)
     bits, done, count = 0.0, 0, 0
     traced: dict[str, Any] | None = None
     progress = Progress(wanted, "scoring")
-    for group in batched(windows(text.source, model.config.context - 1, wanted), BATCH):
+    windows = demo.windows(text.source, whole.config.context - 1, wanted)
+    batches = demo.batched(windows, max(1, BATCH // team.size))
+    for groups in demo.batched(batches, team.size):
         if not count:
-            score(model, group)  # first calls are slow: not timed
-        with trace() as seen:
-            new = score(model, group)
-        ids = token_ids(group)
-        for layer, call in zip(layers, seen.calls, strict=True):
-            layer.add(call, ids.flatten())
-        for row, window in enumerate(group):
-            if token is not None and done <= token < done + window.new:
-                place = row * ids.shape[1] + 1 + token - window.offset
-                traced = {
-                    "token": token,
-                    "what": f"byte {window.text[token - window.offset]:#04x} "
-                    f"{window.text[token - window.offset : token - window.offset + 1]!r}",
-                    "layers": [
-                        follow(moe, call, place)
-                        for moe, call in zip(model.moes, seen.calls, strict=True)
-                    ],
-                }
-            done += window.new
-        bits, count = bits + new.sum().item(), count + len(group)
+            team.score(groups)  # first calls are slow: not timed
+        spot = _spot(groups, done, token)
+        steps = team.score(groups)
+        if steps is None:
+            continue
+        _keep_the_slowest([step.calls for step in steps])
+        if spot is not None:
+            rank, row, what = spot
+            pairs = zip(whole.moes, steps[rank].calls, strict=True)
+            path = [follow(moe, call, row) for moe, call in pairs]
+            traced = {"token": token, "what": what, "layers": path}
+        for group, step in zip_longest(groups, steps):
+            ids = demo.token_ids(group or ())
+            for layer, call in zip(layers, step.calls, strict=True):
+                layer.add(call, ids.flatten())
+                traffic.add(call)
+            done += sum(window.new for window in group or ())
+            bits, count = bits + step.bits.sum().item(), count + len(group or ())
         if text.size > 20_000:
             progress.update(done, f"{bits / done:.3f} bits per byte")
+    if not done:
+        return None
     if text.size > 20_000:
         progress.close()
     if not bits / done < 1000:  # NaN and infinity too
@@ -206,8 +234,31 @@ def _score_text(
             "bits_per_byte": bits / done,
             "perplexity_per_byte": 2 ** (bits / done),
         },
-        **_common(args, model.config.dtype, layers, traced),
+        "ranks": team.size,
+        "traffic": traffic.to_dict() if team.size > 1 else None,
+        **_common(args, whole.config.dtype, team.backend, layers, traced),
     }
+
+
+def _keep_the_slowest(calls: list[list[LayerCall]]) -> None:
+    """Ranks work side by side: a stage took as long as on the rank where it took longest."""
+    for first, *others in zip(*calls, strict=True):
+        for call in others:
+            for stage, seconds in call.stages.items():
+                first.stages[stage] = max(first.stages.get(stage, 0.0), seconds)
+            call.stages = {}
+
+
+def _spot(groups: list[list[Window]], done: int, token: int | None) -> tuple[int, int, str] | None:
+    """Where a byte of the text goes in this step: rank, row of its batch, and what it is."""
+    for rank, group in enumerate(groups):
+        for row, window in enumerate(group):
+            if token is not None and done <= token < done + window.new:
+                at = token - window.offset
+                byte = window.text[at : at + 1]
+                return rank, row * (1 + len(window.text)) + 1 + at, f"byte {byte[0]:#04x} {byte!r}"
+            done += window.new
+    return None
 
 
 def _token_index(token: int | None, size: int, what: str) -> int | None:
@@ -223,20 +274,17 @@ def _token_index(token: int | None, size: int, what: str) -> int | None:
 
 
 def _common(
-    args: argparse.Namespace, dtype: str, layers: list[LayerReport], traced: dict[str, Any] | None
+    args: argparse.Namespace,
+    dtype: str,
+    backend: dict[str, Any],
+    layers: list[LayerReport],
+    traced: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    resolution = layers[0].layer.resolution
     shown = [layer.to_dict() for layer in layers]
     errors = [e for x in layers for e in (x.error, x.weight_error) if e is not None]
     worst = max(errors, default=None)
     return {
-        "backend": {
-            "name": resolution.name,
-            "spec": resolution.spec,
-            "source": resolution.source,
-            "parts": {role: part.label for role, part in resolution.parts.items()},
-            "fingerprint": resolution.fingerprint,
-        },
+        "backend": backend,
         "dtype": dtype,
         "device": args.device,
         "layers": shown,
@@ -260,6 +308,7 @@ def _run_layer(args: argparse.Namespace) -> dict[str, Any]:
     from moe_core.cli.layer_check import LayerReport, follow
     from moe_core.contracts import Routing
     from moe_core.demo.model import read_tensors
+    from moe_core.demo.team import describe
 
     tensors, _ = read_tensors(args.tensors)
     device = _device(args.device)
@@ -290,7 +339,7 @@ def _run_layer(args: argparse.Namespace) -> dict[str, Any]:
         traced = {"token": token, "what": None, "layers": path}
     if args.output:
         _write(args.output, {"output": out, **_routed(seen.calls[0].routing)})
-    return _common(args, config.dtype, [report], traced)
+    return _common(args, config.dtype, describe(layer.resolution), [report], traced)
 
 
 def _routed(routing: Any) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from importlib.resources import as_file, files
 from io import BytesIO
 from itertools import islice
 from operator import add
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from moe_core.config import Activation, MoEConfig, RouterConfig
+from moe_core.activation import sum_dtype
+from moe_core.config import Activation, MoEConfig, ParallelConfig, RouterConfig
 from moe_core.errors import InputError, nearest
 from moe_core.layer import MoELayer
 from moe_core.tracing import trace
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+Item = TypeVar("Item")
 START = 0
 
 
@@ -76,7 +78,7 @@ class LMConfig:
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + moe(norm(x))``; ``x`` ``[B, S, H]``."""
 
-    def __init__(self, config: LMConfig, layer: int, backend: str | None, **where: Any) -> None:
+    def __init__(self, config: LMConfig, layer: int, **where: Any) -> None:
         super().__init__()
         size = config.hidden_size
         kw: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "device": where["device"]}
@@ -85,7 +87,7 @@ class Block(nn.Module):
         self.qkv = nn.Linear(size, 3 * size, bias=False, **kw)
         self.proj = nn.Linear(size, size, bias=False, **kw)
         self.moe_norm = nn.RMSNorm(size, eps=1e-6, **kw)
-        self.moe = MoELayer(config.moe(layer), backend=backend, **where)
+        self.moe = MoELayer(config.moe(layer), **where)
         self.moe.name = f"layer {layer}"
 
     def forward(self, x: Tensor, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,6 +113,7 @@ class ByteLM(nn.Module):
         config: LMConfig,
         backend: str | None = None,
         *,
+        parallel: ParallelConfig | None = None,
         device: str = "cpu",
         inference: bool = False,
     ) -> None:
@@ -119,7 +122,14 @@ class ByteLM(nn.Module):
         kw: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "device": device}
         self.embedding = nn.Embedding(256, config.hidden_size, **kw)
         self.blocks = nn.ModuleList(
-            Block(config, layer, backend, device=device, inference=inference)
+            Block(
+                config,
+                layer,
+                backend=backend,
+                parallel=parallel,
+                device=device,
+                inference=inference,
+            )
             for layer in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=1e-6, **kw)
@@ -137,7 +147,7 @@ class ByteLM(nn.Module):
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, ids, cos, sin)
-        return F.linear(self.norm(x), self.embedding.weight).float()
+        return F.linear(self.norm(x), self.embedding.weight).to(sum_dtype(x.dtype))
 
 
 def save(model: ByteLM, path: str | Path, facts: dict[str, Any]) -> None:
@@ -156,8 +166,9 @@ def load(
     backend: str | None = None,
     dtype: str | None = None,
     device: str = "cpu",
+    parallel: ParallelConfig | None = None,
 ) -> ByteLM:
-    """The model in ``path`` (None: the one that ships), for inference.
+    """The model in ``path`` (None: the one that ships), for inference; each rank takes its experts.
 
     Raises ``InputError`` for a file that isn't such a model and ``ConfigError`` for a backend that
     can't serve it.
@@ -175,12 +186,15 @@ def load(
             f"{path} is not a byte-level model of moe-core: {type(error).__name__}: {error} in the "
             "config of its metadata"
         ) from error
-    model = ByteLM(config, backend, device=device, inference=True)
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    faults = shape_faults(state, own)
+    whole = ByteLM(config, "reference", device="meta").state_dict()
+    faults = shape_faults(state, {name: tuple(tensor.shape) for name, tensor in whole.items()})
     if faults:
         raise InputError(f"{path} does not hold the model that its config describes: {faults}")
-    model.load_state_dict(state)
+    model = ByteLM(config, backend, parallel=parallel, device=device, inference=True)
+    for i, moe in enumerate(model.moes):
+        parts = (state.pop(f"blocks.{i}.moe.experts.{name}") for name in ("w13", "w2"))
+        moe.experts.load_full_weights(*parts)
+    model.load_state_dict(state, strict=False)  # every name was looked at above
     return model.eval().requires_grad_(False)
 
 
@@ -241,8 +255,10 @@ def windows(source: BinaryIO, size: int, limit: int | None = None) -> Iterator[W
 
 
 def token_ids(group: Sequence[Window]) -> Tensor:
-    """int64 ``[B, 1 + size]``: the start, then the bytes, of windows of one size."""
-    return torch.tensor([[START, *window.text] for window in group])
+    """int64 ``[B, 1 + size]``: the start, then the bytes, of windows of one size; ``[0, 1]`` of
+    none."""
+    ids = [[START, *window.text] for window in group]
+    return torch.tensor(ids) if ids else torch.empty(0, 1, dtype=torch.int64)
 
 
 def score(model: ByteLM, group: Sequence[Window]) -> Tensor:
@@ -251,10 +267,11 @@ def score(model: ByteLM, group: Sequence[Window]) -> Tensor:
     with torch.no_grad():
         logits = model(ids)[:, :-1]
     bits = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none") / math.log(2)
-    return torch.cat([row[-window.new :] for row, window in zip(bits, group, strict=True)]).double()
+    new = [row[-window.new :] for row, window in zip(bits, group, strict=True)]
+    return torch.cat(new or [bits.flatten()]).double()
 
 
-def batched(items: Iterable[Window], size: int) -> Iterator[list[Window]]:
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
     """Lists of ``size``, the last one shorter."""
     iterator = iter(items)
     while group := list(islice(iterator, size)):

@@ -27,13 +27,15 @@ class RoutingCounts(nn.Module):
     """Sums since the last ``reset``, over micro-batches, of this rank's real tokens.
 
     ``tokens_per_expert`` int64 ``[E]``: choices in training mode, before a capacity dropped any;
-    ``dropped_slots`` int64 ``[]``. Not buffers: DDP would overwrite them with rank 0's.
+    ``dropped_slots`` int64 ``[]``. ``invalid_ids`` int64 ``[]``: ids out of range that became -1,
+    where nobody looks at values. Not buffers: DDP would overwrite them with rank 0's.
     """
 
     def __init__(self, num_experts: int, device: torch.device | str) -> None:
         super().__init__()
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.dropped_slots = torch.zeros((), dtype=torch.int64, device=device)
+        self.invalid_ids = torch.zeros((), dtype=torch.int64, device=device)
 
     def add_tokens(self, routing: Routing) -> None:
         _count(self.tokens_per_expert, tokens_per_expert(routing, len(self.tokens_per_expert)))
@@ -41,14 +43,19 @@ class RoutingCounts(nn.Module):
     def add_dropped(self, num_slots: Tensor) -> None:
         _count(self.dropped_slots, num_slots)
 
+    def add_invalid(self, num_ids: Tensor) -> None:
+        _count(self.invalid_ids, num_ids)
+
     def reset(self) -> None:
         self.tokens_per_expert.zero_()
         self.dropped_slots.zero_()
+        self.invalid_ids.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         was_meta = self.dropped_slots.is_meta
         self.tokens_per_expert = fn(self.tokens_per_expert)
         self.dropped_slots = fn(self.dropped_slots)
+        self.invalid_ids = fn(self.invalid_ids)
         if was_meta and not self.dropped_slots.is_meta:
             self.reset()
         return super()._apply(fn, recurse)
