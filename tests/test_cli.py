@@ -40,7 +40,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_every_command_has_its_two_functions():
     for name in cli.COMMANDS:
-        module = import_module(f"moe_core.cli.{name}")
+        module = import_module(f"moe_core.cli.{name.replace('-', '_')}")
         assert callable(module.register)
         assert callable(module.run)
 

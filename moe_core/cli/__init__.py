@@ -39,7 +39,9 @@ COMMANDS = {
     "list": "the installed backends",
     "doctor": "this machine, the environment, and whether each backend's code loads",
     "explain": "which backend would run a layer, and why not the others",
+    "matrix": "which transport runs with which runner here, and through which converter",
     "run": "run the demo model through a backend",
+    "new-backend": "write a project with a backend of your own",
 }
 
 
@@ -78,7 +80,7 @@ def _main(argv: Sequence[str]) -> int:
     module = None
     for name, summary in COMMANDS.items():
         if name == asked:
-            module = import_module(f"{__name__}.{name}")
+            module = import_module(f"{__name__}.{name.replace('-', '_')}")
             module.register(commands)
         else:
             commands.add_parser(name, help=summary, add_help=False)
