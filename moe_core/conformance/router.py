@@ -1,16 +1,20 @@
-"""The contract of ``route`` as tests. Subclass ``RouterConformance`` for an implementation::
+"""The contract of ``route`` as tests, for a function with its signature or for a router part::
 
     class TestMine(RouterConformance):
+        backend = "mine"                        # the router that this spec gets
+    class TestMyFunction(RouterConformance):
         route_fn = staticmethod(my_route)       # the signature of moe_core.route
-        device = "cuda"
 
-The oracle is ``moe_core.reference_routing``. Bounds: a weight is a handful of elementary operations
-on a score or on its logarithm, and that is at most about as large as the logit; so the relative
-error is at most ``ROUNDINGS`` epsilons of the dtype, times 1 + the token's largest logit.
+The oracle is ``moe_core.reference_routing``; bounds are those of ``bounds.router_weights``.
+
+A part is called as a module, with the identity for a gate, so that its logits are its input. Its
+``weight [E, H]``, ``e_score_correction_bias`` and ``tid2eid`` go by these names. Logits that are
+not finite can't be had so: they go to the class's ``route_fn`` if it has one, else row by row.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -19,16 +23,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from moe_core.config import RouterConfig
+from moe_core import MoEConfig, Routing
+from moe_core.config import RouterConfig, dtype_name
+from moe_core.conformance import bounds
+from moe_core.conformance.target import NOT_CLAIMED, Conformance, Target
+from moe_core.pipeline import load_target
 from moe_core.reference_routing import reference_route
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moe_core.contracts import Routing
+    from moe_core.interfaces import Router
 
 NAN, INF = math.nan, math.inf
-ROUNDINGS = 16
 SCORES = [
     {"scoring_func": "softmax"},
     {"scoring_func": "softmax", "softmax_before_topk": False},
@@ -53,28 +60,102 @@ every_config = pytest.mark.parametrize("config", CONFIGS, ids=name)
 every_score = pytest.mark.parametrize("config", [c for c in CONFIGS if c.renormalize], ids=name)
 
 
-class RouterConformance:
-    """Contract tests of a function with ``route``'s signature."""
+def _gate_dtype(logits: torch.Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
-    route_fn: ClassVar[Callable[..., Routing]]
-    device = "cpu"
-    differentiable = True
+
+@functools.lru_cache(maxsize=256)
+def _built(owner: Target, config: MoEConfig) -> Router:
+    """The router that a layer would get. Skips what isn't claimed. Routers have no size axes."""
+    found = owner.resolve(owner.fitted(config), router=None)
+    if not found.ok:
+        owner.skip(found)
+    part = found.parts["router"]
+    assert part.label in [c.label for c in owner.parts], f"{owner.spec} got the router {part.label}"
+    return load_target(part)(config, device=owner.device)
+
+
+def _call(router: Router, state: dict[str, Any], rows: torch.Tensor, call: Any) -> Routing:
+    given = {name: tensor for name, tensor in state.items() if tensor is not None}
+    return torch.func.functional_call(router, given, (rows,), call)
+
+
+class RouterConformance(Conformance):
+    """Contract tests of ``route_fn``, or of the router that ``backend`` gets."""
+
+    profile: ClassVar[str] = "router"
+    route_fn: ClassVar[Callable[..., Routing] | None] = None
+    differentiable: ClassVar[bool | None] = None
+    """Whether gradients are asked for; None = where the manifest offers them."""
+
+    # -- what is tested
+
+    def route(
+        self, router_logits: torch.Tensor, top_k: int, config: RouterConfig, **given: Any
+    ) -> Routing:
+        """As ``moe_core.route``, by whatever is put to the test."""
+        if self.route_fn is not None:
+            return self.route_fn(router_logits, top_k, config, **given)
+        num_experts, kept = router_logits.shape[1], dict(given)
+        call = {name: kept.pop(name, None) for name in ("input_ids", "token_mask")}
+        state = {
+            "e_score_correction_bias": kept.get("correction_bias"),
+            "tid2eid": kept.get("tid2eid"),
+        }
+        how = MoEConfig(
+            hidden_size=num_experts,
+            intermediate_size=1,
+            num_experts=num_experts,
+            top_k=top_k,
+            router=config,
+            dtype=dtype_name(router_logits.dtype),
+        )
+        if router_logits.isfinite().all():
+            gate = torch.eye(num_experts, device=self.device, dtype=_gate_dtype(router_logits))
+            return _call(_built(self.target, how), {**state, "weight": gate}, router_logits, call)
+        router = _built(self.target, replace(how, hidden_size=1))
+        route_fn = getattr(router, "route_fn", None)
+        if route_fn is not None:
+            return route_fn(router_logits, top_k, config, **given)
+        rows: list[Routing] = []
+        for t, row in enumerate(router_logits.to(_gate_dtype(router_logits))):
+            one = {n: None if v is None else v[t : t + 1] for n, v in call.items()}
+            ones = row.new_ones(1, 1).to(router_logits.dtype)
+            rows.append(_call(router, state | {"weight": row[:, None]}, ones, one))
+        fields = ("topk_ids", "topk_weights", "router_logits", "scores")
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(r, name) for r in rows]) for name in fields
+        }
+        return Routing(**joined, token_mask=call["token_mask"])
+
+    @property
+    def learns(self) -> bool:
+        if self.differentiable is None:
+            return self.route_fn is not None or self.target.autograd
+        return self.differentiable
+
+    @property
+    def wide(self) -> torch.dtype:
+        """float64, where it is offered."""
+        able = self.route_fn is not None or "float64" in self.target.dtypes
+        return torch.float64 if able else torch.float32
 
     # -- what the tests are made of
 
-    def tensor(self, data: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        return torch.tensor(data, dtype=dtype, device=self.device)
+    def tensor(self, data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype or self.wide, device=self.device)
 
     def random(self, *shape: int, seed: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(self.device)
+        drawn = 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        return drawn.to(self.device, self.wide)
 
     def bias(self, config: RouterConfig, num_experts: int) -> dict[str, torch.Tensor]:
         given = {"correction_bias": self.random(num_experts, seed=9) / 6}
         return given if config.correction_bias else {}
 
     def ids_and_weights(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], torch.Tensor]:
-        ids, weights = self.route_fn(*args, **kwargs).ids_and_weights()
+        ids, weights = self.route(*args, **kwargs).ids_and_weights()
         assert ids.dtype == torch.int64
         return ids.tolist(), weights
 
@@ -86,12 +167,11 @@ class RouterConformance:
         assert got.scores is not None
         assert want.scores is not None
         assert want.router_logits is not None
-        limits = torch.finfo(weights.dtype)
-        logits = want.router_logits.detach().nan_to_num(0, math.log(limits.max), 0)
-        bound = ROUNDINGS * limits.eps * (1 + logits.abs().amax(dim=1, keepdim=True))
+        logits = want.router_logits.detach()
+        logits = logits.nan_to_num(0, math.log(torch.finfo(logits.dtype).max), 0)
         for have, wanted in ((weights, want_weights), (got.scores, want.scores)):
             assert have.dtype == wanted.dtype
-            assert ((have - wanted).abs() <= bound * wanted + limits.tiny).all()
+            assert ((have - wanted).abs() <= bounds.router_weights(wanted, logits)).all()
 
     def special_rows(self, num_experts: int, seed: int = 1) -> torch.Tensor:
         """Finite; all NaN or -inf; one NaN, -inf, +inf; two +inf; all equal; ties; far apart."""
@@ -123,7 +203,7 @@ class RouterConformance:
             for token_mask in (None, mask):
                 extra = {**self.bias(config, experts), "token_mask": token_mask}
                 want = reference_route(logits, top_k, config, **extra)
-                self.assert_same(self.route_fn(logits, top_k, config, **extra), want)
+                self.assert_same(self.route(logits, top_k, config, **extra), want)
 
     @every_config
     def test_rows_do_not_see_their_neighbours(self, config: RouterConfig) -> None:
@@ -136,10 +216,10 @@ class RouterConformance:
         logits = torch.cat([good[:9], bad, good[9:]]).float()
         extra = self.bias(config, 7)
         rows = [*range(9), *range(9 + len(bad), len(logits))]
-        mixed = self.route_fn(logits, 3, config, **extra)
-        strided = self.route_fn(logits.t().contiguous().t(), 3, config, **extra)
-        alone = self.route_fn(logits[rows], 3, config, **extra)
-        single = [self.route_fn(logits[t : t + 1], 3, config, **extra) for t in rows]
+        mixed = self.route(logits, 3, config, **extra)
+        strided = self.route(logits.t().contiguous().t(), 3, config, **extra)
+        alone = self.route(logits[rows], 3, config, **extra)
+        single = [self.route(logits[t : t + 1], 3, config, **extra) for t in rows]
         for field in ("topk_ids", "topk_weights", "scores"):
             whole = getattr(mixed, field)
             assert torch.equal(getattr(alone, field), whole[rows])
@@ -167,15 +247,14 @@ class RouterConformance:
         logits = self.tensor([[0, 1, 2, 5, 5, 2]])
         assert self.ids_and_weights(logits, 2, config)[0] == [[3, 2]]
 
-    def test_bad_logits_are_never_chosen(self) -> None:
+    @every_config
+    def test_bad_logits_are_never_chosen(self, config: RouterConfig) -> None:
         logits = self.tensor([[NAN, 1, -INF, 3], [NAN] * 4, [-INF] * 4, [NAN, -INF, NAN, 0]])
-        for score in SCORES:
-            for renormalize in (False, True):
-                config = RouterConfig(**score, renormalize=renormalize)  # type: ignore[arg-type]
-                ids, weights = self.ids_and_weights(logits, 3, config)
-                assert ids == [[3, 1, -1], [-1] * 3, [-1] * 3, [3, -1, -1]]
-                assert torch.isfinite(weights).all()
-                assert (weights != 0).tolist() == [[i >= 0 for i in row] for row in ids]
+        extra = {"correction_bias": self.tensor([0.0] * 4)} if config.correction_bias else {}
+        ids, weights = self.ids_and_weights(logits, 3, config, **extra)
+        assert ids == [[3, 1, -1], [-1] * 3, [-1] * 3, [3, -1, -1]]
+        assert torch.isfinite(weights).all()
+        assert (weights != 0).tolist() == [[i >= 0 for i in row] for row in ids]
 
     @every_config
     def test_infinity_comes_first_with_finite_weights(self, config: RouterConfig) -> None:
@@ -215,7 +294,7 @@ class RouterConformance:
             assert self.ids_and_weights(logits, 8, plain)[1].sum().item() == 1.0
         extra = self.bias(config, 8)
         weights = self.ids_and_weights(100 * self.random(50, 8), 3, config, **extra)[1]
-        bound = ROUNDINGS * torch.finfo(torch.float64).eps
+        bound = bounds.ROUTER_STEPS * torch.finfo(self.wide).eps
         torch.testing.assert_close(
             weights.sum(1), torch.full_like(weights[:, 0], 1.5), rtol=bound, atol=0
         )
@@ -235,8 +314,8 @@ class RouterConformance:
     def test_masked_tokens_get_nothing(self) -> None:
         mask = self.tensor([True, False, True], torch.bool)
         logits = self.random(3, 4)
-        routing = self.route_fn(logits, 2, RouterConfig(), token_mask=mask)
-        alone = self.route_fn(logits[mask], 2, RouterConfig())
+        routing = self.route(logits, 2, RouterConfig(), token_mask=mask)
+        alone = self.route(logits[mask], 2, RouterConfig())
         ids, weights = routing.ids_and_weights()
         assert ids[1].tolist() == [-1, -1]
         assert weights[1].tolist() == [0, 0]
@@ -247,9 +326,9 @@ class RouterConformance:
     def test_computes_in_float32_and_autocast_changes_nothing(self, dtype: torch.dtype) -> None:
         config = RouterConfig(scoring_func="sqrtsoftplus", renormalize=True)
         low = self.random(9, 6).to(dtype)
-        plain = self.route_fn(low.float(), 2, config)
+        plain = self.route(low.float(), 2, config)
         with torch.autocast(self.device, dtype=torch.bfloat16):
-            cast = self.route_fn(low, 2, config)
+            cast = self.route(low, 2, config)
         for field in ("topk_ids", "topk_weights", "scores", "router_logits"):
             assert torch.equal(getattr(cast, field), getattr(plain, field))
             assert getattr(cast, field).dtype in (torch.float32, torch.int64)
@@ -277,7 +356,7 @@ class RouterConformance:
         want = [[0.75, 0.25], [0.5, 0.5], [0, 0.5], [0, 0.25], [0, 0]]
         if renormalize:
             want[2:4] = [0, 1], [0, 1]
-        bound = ROUNDINGS * torch.finfo(torch.float64).eps
+        bound = bounds.ROUTER_STEPS * torch.finfo(self.wide).eps
         torch.testing.assert_close(weights, self.tensor(want), rtol=bound, atol=0)
 
     # -- gradients, empty and strided inputs
@@ -285,13 +364,13 @@ class RouterConformance:
     @every_config
     def test_gradients(self, config: RouterConfig) -> None:
         """Finite everywhere, those of the reference, and those of finite differences."""
-        if not self.differentiable:
-            pytest.skip("this router has no backward")
+        if not self.learns:
+            pytest.skip(f"{NOT_CLAIMED}autograd")
         extreme = self.tensor([[-5000, -300, -120, 0], [5000, 300, 120, 0], [0, 0, 0, 0]])
         logits = torch.cat([self.special_rows(4), extreme])
         extra = self.bias(config, 4)
         grads: list[torch.Tensor] = []
-        for fn in (self.route_fn, reference_route):
+        for fn in (self.route, reference_route):
             leaf = logits.clone().requires_grad_()
             routing = fn(leaf, 3, config, **extra)
             assert routing.scores is not None
@@ -301,14 +380,15 @@ class RouterConformance:
             assert leaf.grad is not None
             assert torch.isfinite(leaf.grad).all()
             grads.append(leaf.grad)
-        bound = ROUNDINGS * torch.finfo(torch.float64).eps * (1 + 5000)
+        bound = bounds.ROUTER_STEPS * torch.finfo(self.wide).eps * (1 + 5000)
         torch.testing.assert_close(*grads, rtol=bound, atol=bound)
         leaf = self.random(2, 4, seed=8).requires_grad_()
-        assert torch.autograd.gradcheck(
-            lambda x: self.route_fn(x, 2, config, **extra).ids_and_weights()[1], leaf
-        )
+        if self.wide == torch.float64:
+            assert torch.autograd.gradcheck(
+                lambda x: self.route(x, 2, config, **extra).ids_and_weights()[1], leaf
+            )
         leaf = self.random(0, 4).requires_grad_()
-        empty = self.route_fn(leaf, 2, config, **extra)
+        empty = self.route(leaf, 2, config, **extra)
         ids, weights = empty.ids_and_weights()
         assert ids.shape == weights.shape == (0, 2)
         weights.sum().backward()
@@ -319,6 +399,6 @@ class RouterConformance:
         given = [self.special_rows(6), self.random(6), torch.arange(10, device=self.device) < 5]
         before = [t.clone() for t in given]
         logits, bias, mask = given
-        self.route_fn(logits, 2, config, correction_bias=bias, token_mask=mask)
+        self.route(logits, 2, config, correction_bias=bias, token_mask=mask)
         for now, then in zip(given, before, strict=True):
             torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,1 @@
+"""The suites for the backend that ``--moe-backend`` names; ``moe-core conformance`` runs them."""
