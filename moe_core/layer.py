@@ -20,7 +20,7 @@ from moe_core.building import plan_layer
 from moe_core.checks import check_hidden
 from moe_core.config import MoEConfig, ParallelConfig
 from moe_core.contracts import INVALID, Routing
-from moe_core.errors import ConfigError, Fault, InputError
+from moe_core.errors import InputError
 from moe_core.experts import Experts
 from moe_core.interfaces import Router
 from moe_core.pipeline import load_target
@@ -97,8 +97,6 @@ class MoELayer(nn.Module):
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.config = config
         self.name = ""
-        if router is None:
-            _check_jitter(config, parallel or ParallelConfig())
         plan = plan_layer(
             config,
             parallel or ParallelConfig(),
@@ -298,17 +296,6 @@ class MoELayer(nn.Module):
     def stats(self) -> dict[str, Tensor]:
         """Counters on the device; reading one is what synchronises."""
         return self.experts.stats()
-
-
-def _check_jitter(config: MoEConfig, parallel: ParallelConfig) -> None:
-    """Each rank draws its own noise, so that ranks with the same token would route it apart."""
-    alike = parallel.tp_size * (parallel.ep_size if parallel.rows == "replicated" else 1)
-    if config.router.jitter and alike > 1:
-        message = (
-            f"{alike} ranks hold the same tokens (tp_size={parallel.tp_size}, "
-            f"rows={parallel.rows}) and would each draw other noise: set jitter=0"
-        )
-        raise ConfigError([Fault("router.jitter", config.router.jitter, message)])
 
 
 def _per_token(name: str, tensor: Tensor | None, shape: torch.Size) -> Tensor | None:

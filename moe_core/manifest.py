@@ -98,6 +98,7 @@ class Request:
     scoring_func: str = "softmax"
     expert_groups: bool = False
     correction_bias: bool = False
+    jitter: bool = False
     routing_ids: bool = True
     quant: str = "none"
     activation: str = "silu"
@@ -146,6 +147,7 @@ class Offer:
     scoring_func: Values = ("softmax",)
     expert_groups: bool = False
     correction_bias: bool = False
+    jitter: bool = False
     routing_ids: Values = (True,)
     quant: Values = ("none",)
     activation: Values = ("silu",)
@@ -185,7 +187,10 @@ _RUNNER = (
     *("weight_on_input", "hidden_size", "intermediate_size", "num_experts"),
 )
 ROLE_AXES: dict[str, tuple[str, ...]] = {
-    "router": (*_EVERYWHERE, "router", "scoring_func", "expert_groups", "correction_bias"),
+    "router": (
+        *_EVERYWHERE,
+        *("router", "scoring_func", "expert_groups", "correction_bias", "jitter"),
+    ),
     "transport": (*_EVERYWHERE, *_TRANSPORT, *_WIDTHS),
     "runner": (*_EVERYWHERE, *_RUNNER),
     "fused": (*_EVERYWHERE, *dict.fromkeys(_TRANSPORT + _RUNNER + _WIDTHS)),

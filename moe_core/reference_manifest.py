@@ -21,6 +21,7 @@ BACKEND: dict[str, Any] = {
                 "scoring_func": ["softmax", "sigmoid", "sqrtsoftplus"],
                 "expert_groups": True,
                 "correction_bias": True,
+                "jitter": True,
             },
             "preference": -10,
         },

@@ -197,6 +197,7 @@ def make_request(
         scoring_func=routing.scoring_func,
         expert_groups=routing.num_expert_group is not None,
         correction_bias=routing.correction_bias,
+        jitter=routing.jitter > 0 and router != "custom",
         routing_ids=routing_ids,
         quant=config.quant or "none",
         activation=act.name,

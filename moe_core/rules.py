@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from moe_core.config import MoEConfig, ParallelConfig
+from moe_core.config import MoEConfig, ParallelConfig, RouterConfig
 from moe_core.manifest import ANY, ONE, Offer, Range, Request, meets, show
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Example:
     intermediate_size: int = 64
     offer: Offer = field(default_factory=Offer)
     max_tokens_per_rank: int | None = None
+    jitter: float = 0.0
 
     @property
     def config(self) -> MoEConfig:
@@ -44,6 +45,7 @@ class Example:
             intermediate_size=self.intermediate_size,
             num_experts=self.num_experts,
             top_k=2,
+            router=RouterConfig(jitter=self.jitter),
         )
 
 
@@ -125,6 +127,7 @@ def numbers(request: Request, offer: Offer) -> dict[str, Any]:
     return asdict(q) | {
         "ranks": ranks,
         "empty": q.ep_size - experts,
+        "sharing": _sharing(q),
         "left_over": experts % q.ep_size,
         "share": inner // q.tp_size,
         "tp_widths": _nearest(q.tp_size, inner, lambda tp: inner % tp == 0),
@@ -179,6 +182,11 @@ def _slice_unfit(request: Request, offer: Offer) -> bool:
     return request.tp_size > 1 and not uneven and not meets(whole, offer.intermediate_size)
 
 
+def _sharing(request: Request) -> int:
+    """How many ranks hold the same tokens."""
+    return request.tp_size * (request.ep_size if request.rows == "replicated" else 1)
+
+
 def _spans(request: Request, offer: Offer) -> bool:
     one = offer.tp_size in (ONE, (1,))
     ranks = request.ep_size * request.tp_size
@@ -226,6 +234,17 @@ RULES: tuple[Rule, ...] = (
         ),
         fix="leave rows at 'distinct', or set ep_size",
         example=Example(parallel=ParallelConfig(tp_size=2, rows="replicated")),
+    ),
+    Rule(
+        id="jitter-of-shared-tokens",
+        applies=lambda q, _: q.jitter and _sharing(q) > 1,
+        action="require",
+        message=(
+            "router.jitter is noise that each rank draws for itself, and {sharing} ranks hold the "
+            "same tokens (tp_size={tp_size}, rows={rows}): they would route them apart"
+        ),
+        fix="set router.jitter=0, or spread whole experts with ep_size and give ranks own tokens",
+        example=Example(parallel=ParallelConfig(tp_size=2), jitter=0.1),
     ),
     Rule(
         id="uneven-experts",

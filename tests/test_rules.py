@@ -77,6 +77,7 @@ FITS = {
     "tp-divides-intermediate": (ParallelConfig(tp_size=8), None),
     "expert-per-rank": (ParallelConfig(ep_size=8), None),
     "replicated-alone": (ParallelConfig(ep_size=2, rows="replicated"), None),
+    "jitter-of-shared-tokens": (ParallelConfig(ep_size=2), None),
     "uneven-experts": (ParallelConfig(ep_size=4), None),
     "spanning": (ParallelConfig(ep_size=8), None),
     "rows": (ParallelConfig(ep_size=4), None),
