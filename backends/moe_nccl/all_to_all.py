@@ -41,7 +41,7 @@ class AllToAllPlan(ExchangePlan):
 
 
 class AllToAllTransport(DistributedTransport[AllToAllPlan]):
-    """Three exchanges per dispatch (counts; rows; ids with weights), one per combine.
+    """Four exchanges per dispatch (counts; then rows, weights and ids), one per combine.
 
     The counts are the one host sync. Rows go in ``dispatch_dtype``; per_rank sums come home in
     ``combine_dtype``, per_slot rows as they are.
