@@ -12,6 +12,9 @@ Every fenced block of README.md, CONTRIBUTING.md, docs/ and examples/ says what 
 Others (``text``, ``json``, ...)
     are shown only.
 
+A page that says ``<!-- in order -->`` is one story: its ``bash`` and ``console`` blocks run one
+after the other, in an empty folder and with an environment of its own, as a newcomer has them.
+
 A line that starts with ``make`` is tried as ``make -n``: the target has to exist. A block that
 cannot run here, such as an installation, has ``<!-- not-run: reason -->`` right above it.
 """
@@ -25,10 +28,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from moe_core import environment
+
+if TYPE_CHECKING:
+    from conftest import Newcomer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -36,6 +43,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
+IN_ORDER = [page for page in PAGES if "<!-- in order -->" in page.read_text(encoding="utf-8")]
 RUN = ("python", "bash", "console")
 SHOWN = ("ebnf", "json", "text", "toml")
 TIME_LIMIT_S = 200
@@ -109,7 +117,9 @@ def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def runnable(language: str) -> list[Block]:
-    return [block for block in BLOCKS if block.language == language and block.not_run is None]
+    """Those that stand for themselves."""
+    blocks = [block for block in BLOCKS if block.language == language and block.not_run is None]
+    return [b for b in blocks if b.language == "python" or b.page not in IN_ORDER]
 
 
 def where(block: Block) -> str:
@@ -162,20 +172,45 @@ def test_bash(block: Block):
 
 @pytest.mark.parametrize("block", runnable("console"), ids=where)
 def test_console(block: Block):
-    commands: list[tuple[str, list[str]]] = []
+    for command, output in commands(block):
+        result = run([bash(), "-uo", "pipefail", "-c", dry_make(command)], cwd=ROOT)
+        check(block, command, output, result)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", IN_ORDER, ids=lambda p: str(p.relative_to(ROOT)))
+def test_in_order(page: Path, newcomer: Newcomer):
+    for block in BLOCKS:
+        if block.page != page or block.not_run is not None:
+            continue
+        if block.language == "bash":
+            result = newcomer.run("\n".join(block.lines))
+            assert result.returncode == 0, f"{block.where}\n{result.stdout}"
+        elif block.language == "console":
+            for command, output in commands(block):
+                check(block, command, output, newcomer.run(f"set +e; {command}"))
+
+
+def commands(block: Block) -> list[tuple[str, list[str]]]:
+    """Of a console block, each with the lines that it is shown to print."""
+    found: list[tuple[str, list[str]]] = []
     for line in block.lines:
         if line.startswith("$ "):
-            commands.append((line.removeprefix("$ "), []))
-        elif commands and not commands[-1][1] and commands[-1][0].endswith("\\"):
-            commands[-1] = (commands[-1][0] + "\n" + line, [])
+            found.append((line.removeprefix("$ "), []))
+        elif found and not found[-1][1] and found[-1][0].endswith("\\"):
+            found[-1] = (found[-1][0] + "\n" + line, [])
         else:
-            assert commands, f"{block.where}: expected a line '$ command'"
-            commands[-1][1].append(line)
-    for command, output in commands:
-        result = run([bash(), "-uo", "pipefail", "-c", dry_make(command)], cwd=ROOT)
-        assert result.returncode == 0, f"{block.where}: {command}\n{result.stdout}"
-        if command.startswith("make"):
-            continue
+            assert found, f"{block.where}: expected a line '$ command'"
+            found[-1][1].append(line)
+    return found
+
+
+def check(
+    block: Block, command: str, output: list[str], result: subprocess.CompletedProcess[str]
+) -> None:
+    assert result.returncode == 0, f"{block.where}: {command}\n{result.stdout}"
+    if not command.startswith("make"):
         assert matches("\n".join(output), result.stdout), (
             f"{block.where}: {command}\n--- shown\n"
             + "\n".join(output)
