@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +12,12 @@ from moe_core import environment
 from moe_core.agreement import agree, statement
 from moe_core.errors import ConfigError, Fault, MoEError
 from moe_core.groups import LOCAL, Groups, group_faults, make_groups, members, place
+from moe_core.placement import Placement
 from moe_core.resolution import Resolution, resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from moe_core.config import MoEConfig, ParallelConfig
@@ -26,6 +29,7 @@ class Plan:
 
     resolution: Resolution
     groups: Groups
+    placement: Placement
 
 
 def plan_layer(
@@ -37,13 +41,17 @@ def plan_layer(
     mesh: DeviceMesh | None = None,
     max_tokens_per_rank: int | None = None,
     policy: str = "strict",
+    placement: Placement | None = None,
+    shared_slots: int = 0,
     **wants: Any,
 ) -> Plan:
     """Resolve, agree with the other ranks, make the groups.
 
     On the meta device nothing is communicated. Raises ``ConfigError`` with every fault and every
     refusal; where the layer spans ranks, on all of them, naming who refused or differs.
+    ``placement`` None: contiguous. ``shared_slots``: per rank, added to it.
     """
+    asked = placement or Placement(config.num_experts, parallel.ep_size)
     error: MoEError | None = None
     resolution: Resolution | None = None
     try:
@@ -55,24 +63,39 @@ def plan_layer(
             mesh=mesh,
             max_tokens_per_rank=max_tokens_per_rank,
             policy=policy,
+            faults=_placement_faults(asked, config, parallel, shared_slots, wants),
+            num_physical_slots=replace(asked, shared_slots=shared_slots).num_physical_slots,
             **wants,
         )
+        if resolution.adjustments and (placement is not None or shared_slots):
+            message = (
+                "would change the widths that the slots are placed for: ask for "
+                f"{resolution.parallel} itself, or for policy=strict"
+            )
+            raise ConfigError([Fault("policy", policy, message)])
         parallel = resolution.parallel  # policy "adjust" may have changed the widths
     except MoEError as raised:
         error = raised
     alone = parallel.world_size == 1 or not (dist.is_available() and dist.is_initialized())
     if not alone and device.type != "meta":
         ranks = members(mesh)
-        extra = {"max_tokens_per_rank": max_tokens_per_rank, "widths": parallel.to_dict()}
+        extra = {
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "widths": parallel.to_dict(),
+            "placement": asked.to_dict(),
+        }
         agree(ranks, ranks.index(dist.get_rank()), statement(resolution, error, extra))
     if error is not None:
         raise error
     assert resolution is not None
+    if placement is None:
+        placement = Placement(config.num_experts, parallel.ep_size)
+    placement = replace(placement, shared_slots=shared_slots)
     if alone:
-        return Plan(resolution, LOCAL)
+        return Plan(resolution, LOCAL, placement)
     if device.type == "meta":
-        return Plan(resolution, place(parallel, mesh))
-    return Plan(resolution, make_groups(parallel, mesh, device.type))
+        return Plan(resolution, place(parallel, mesh), placement)
+    return Plan(resolution, make_groups(parallel, mesh, device.type), placement)
 
 
 def resolve_or_raise(
@@ -83,10 +106,11 @@ def resolve_or_raise(
     *,
     mesh: DeviceMesh | None = None,
     max_tokens_per_rank: int | None = None,
+    faults: Sequence[Fault] = (),
     **wants: Any,
 ) -> Resolution:
     """A resolution that is ok. Raises ``ConfigError`` with every fault and every refusal."""
-    faults = environment.check_environment()
+    faults = [*faults, *environment.check_environment()]
     if device.type == "cuda" and not torch.cuda.is_available():
         faults.append(Fault("device", str(device), "this machine or torch build has no CUDA"))
     if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
@@ -106,3 +130,36 @@ def resolve_or_raise(
     if faults or not resolution.ok:
         raise ConfigError(faults, None if resolution.ok else resolution)
     return resolution
+
+
+def _placement_faults(
+    placement: Placement,
+    config: MoEConfig,
+    parallel: ParallelConfig,
+    shared_slots: int,
+    wants: dict[str, Any],
+) -> list[Fault]:
+    """What keeps a placement (and how shared experts lie) from serving this layer."""
+    faults: list[Fault] = []
+    for name, wanted in (("num_experts", config.num_experts), ("ep_size", parallel.ep_size)):
+        value = getattr(placement, name)
+        if value != wanted:
+            faults.append(Fault(f"placement.{name}", value, f"the layer has {wanted}"))
+    if placement.shared_slots not in (0, shared_slots):
+        message = f"comes from the config, which says {shared_slots}: leave it at 0"
+        faults.append(Fault("placement.shared_slots", placement.shared_slots, message))
+    if placement.has_replicas and wants.get("autograd", True):
+        extra = placement.num_routed_slots - placement.num_experts
+        message = (
+            "gradients of replicas aren't summed, so they would drift apart: build the layer with "
+            "inference=True, or give every expert one slot"
+        )
+        faults.append(Fault("placement.slot_experts", f"{extra} more than experts", message))
+    plain = placement.is_identity and not shared_slots
+    if not plain and not wants.get("routing_ids", True):
+        message = "a kernel that routes by itself knows one contiguous slot per expert"
+        faults.append(Fault("placement", placement.to_dict(), message))
+    if config.shared_tp and config.shared_width % parallel.tp_size:
+        message = f"cuts each shared expert's width of {config.shared_width}: must divide it"
+        faults.append(Fault("tp_size", parallel.tp_size, f"shared_tp {message}"))
+    return faults

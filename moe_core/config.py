@@ -25,6 +25,7 @@ W13_LAYOUTS = ("gate_up", "up_gate", "interleaved")
 CAPACITY_POLICIES = ("drop", "pad")
 COMBINES = ("per_rank", "per_slot")
 ROWS = ("distinct", "replicated")
+SHARED_PLACEMENTS = ("apart", "slots")
 
 
 def dtype_name(dtype: object) -> str:
@@ -242,6 +243,12 @@ class MoEConfig(_Config):
     slot adds nothing, the other weights stay as they are. ``capacity_policy``: ``"drop"``, or
     ``"pad"``: the same numbers, and every expert gets exactly that many rows, zeros if need be.
     ``combine``: ``"per_slot"`` or ``"per_rank"``, see docs/design.md, Numerics.
+    ``shared_intermediate_size``: of one shared expert (None: ``intermediate_size``).
+    ``shared_gate``: ``sigmoid(x @ gate.T)`` scales what the shared experts return (Qwen2-MoE).
+    ``shared_placement``: ``"apart"`` (a dense MLP beside the routed experts, while rows travel) or
+    ``"slots"`` (each ep rank has one more slot per shared expert, and a token goes to its own
+    rank's: same state_dict, no product of their own). ``shared_tp``: apart, cut each shared
+    expert's width over tp; False = every tp rank computes them whole. Slots are always cut.
     ``dispatch_dtype``/``combine_dtype``: what rows travel in between ranks; None = the layer's
     dtype, and float32 (float64 if the layer is) for sums on their way home.
     ``quant``: a name from a later version; ``None`` today.
@@ -256,6 +263,9 @@ class MoEConfig(_Config):
     activation: Activation = field(default_factory=Activation)
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
+    shared_gate: bool = False
+    shared_placement: str = "apart"
+    shared_tp: bool = False
     w13_layout: str = "gate_up"
     bias: bool = False
     apply_router_weight_on_input: bool = False
@@ -284,12 +294,7 @@ class MoEConfig(_Config):
         faults.integer("num_shared_experts", self.num_shared_experts, 0)
         if self.shared_intermediate_size is not None:
             faults.integer("shared_intermediate_size", self.shared_intermediate_size)
-            if self.num_shared_experts == 0:
-                faults.add(
-                    "shared_intermediate_size",
-                    self.shared_intermediate_size,
-                    "needs num_shared_experts of at least 1",
-                )
+        self._check_shared(faults)
         faults.choice("w13_layout", self.w13_layout, W13_LAYOUTS)
         faults.choice("capacity_policy", self.capacity_policy, CAPACITY_POLICIES)
         faults.choice("combine", self.combine, COMBINES)
@@ -309,6 +314,27 @@ class MoEConfig(_Config):
         if nested and all(sizes[2:]):
             self._check_groups(faults)
         faults.settle()
+
+    def _check_shared(self, faults: Faults) -> None:
+        faults.flag("shared_gate", self.shared_gate)
+        faults.flag("shared_tp", self.shared_tp)
+        faults.choice("shared_placement", self.shared_placement, SHARED_PLACEMENTS)
+        if self.num_shared_experts == 0:
+            for name, unset in _SHARED_DEFAULTS.items():
+                if getattr(self, name) != unset:
+                    faults.add(name, getattr(self, name), "needs num_shared_experts of at least 1")
+        elif self.shared_placement == "slots":
+            # A slot is a routed expert's in all but the routing.
+            unlike = {
+                "shared_intermediate_size": self.shared_intermediate_size
+                not in (None, self.intermediate_size),
+                "shared_gate": self.shared_gate,
+                "bias": self.bias,
+                "dispatch_dtype": self.dispatch_dtype not in (None, self.dtype),
+            }
+            for name in (name for name, is_unlike in unlike.items() if is_unlike):
+                message = f"shared_placement=slots can't: {_SLOTS_NEED[name]}, or use apart"
+                faults.add(name, getattr(self, name), message)
 
     def _check_groups(self, faults: Faults) -> None:
         groups, chosen = self.router.num_expert_group, self.router.topk_group
@@ -353,8 +379,22 @@ class MoEConfig(_Config):
     @property
     def shared_size(self) -> int:
         """Inner width of the shared experts taken together (0 if there are none)."""
-        each = self.shared_intermediate_size or self.intermediate_size
-        return self.num_shared_experts * each
+        return self.num_shared_experts * self.shared_width
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of one shared expert."""
+        return self.shared_intermediate_size or self.intermediate_size
+
+    @property
+    def shared_slots(self) -> int:
+        """Slots per rank for shared experts: 0 where they are apart."""
+        return self.num_shared_experts if self.shared_placement == "slots" else 0
+
+    @property
+    def routing_width(self) -> int:
+        """Slots that one token goes to: its ``top_k`` choices, and the shared slots."""
+        return self.top_k + self.shared_slots
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
@@ -370,6 +410,19 @@ class MoEConfig(_Config):
             raise ConfigError([Fault("config", str(path), "must hold a JSON object")])
         return cls.from_dict(cast("Mapping[str, Any]", data))
 
+
+_SHARED_DEFAULTS: dict[str, Any] = {
+    "shared_intermediate_size": None,
+    "shared_gate": False,
+    "shared_placement": "apart",
+    "shared_tp": False,
+}
+_SLOTS_NEED = {
+    "shared_intermediate_size": "a slot is intermediate_size wide",
+    "shared_gate": "a slot's result has weight 1",
+    "bias": "routed experts have biases and shared ones none",
+    "dispatch_dtype": "shared experts read rows that nothing has rounded; leave it at None",
+}
 
 _NESTED: dict[str, type[RouterConfig] | type[Activation]] = {
     "router": RouterConfig,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moe_core.config import Activation
     from moe_core.groups import Groups
     from moe_core.manifest import Request
+    from moe_core.placement import Placement
 
 INVALID = -1
 """The one invalid id. A slot is invalid iff its id is -1: its weight is ignored, its gradient 0."""
@@ -176,8 +177,9 @@ class BuildContext:
 
     ``request``: what the layer asked for. ``dtype``: torch dtype name; ``device``: torch device
     string. ``groups``: process groups and this rank's place in them
-    (None: all is local). ``num_local_experts``,
-    ``first_local_expert``: what lives on this rank.
+    (None: all is local). ``num_experts``: logical ones. ``num_local_experts``: slots of this rank
+    that have weights (replicas and shared slots too), ``first_local_expert``: the physical id of
+    the first. ``placement``: where all the others are (None: one slot per expert, contiguous).
     ``takes``/``gives``: the layouts agreed with its neighbours. ``pays``: the debts that this part
     was assigned. ``options``: from the spec (``NAME[key=value]``), defaults filled in.
     """
@@ -189,6 +191,7 @@ class BuildContext:
     num_local_experts: int
     first_local_expert: int
     groups: Groups | None = None
+    placement: Placement | None = None
     takes: str = ""
     gives: str = ""
     pays: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from moe_core.errors import InputError
 from moe_core.pipeline import Pipeline, StagedPlan
 from moe_core.placement import Placement, w13_blocks
 from moe_core.routing.counts import RoutingCounts
+from moe_core.shared_experts import SumSharedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,8 +39,11 @@ class Experts(nn.Module):
 
     Parameters, in the config's ``w13_layout``, are canonical and are the state_dict: ``w13
     [E_local, 2I/tp, H]`` (``[E_local, I/tp, H]`` without a gate), ``w2 [E_local, H, I/tp]``,
-    ``w13_bias``, ``w2_bias``. ``.to(...)`` to another dtype or device chooses the parts anew
-    (collectively, where the layer spans ranks), and is refused (``ConfigError``) where none serve.
+    ``w13_bias``, ``w2_bias``. E_local is the number of slots that ``placement`` gives this rank,
+    one per expert and replica; the default is contiguous. A ``MoELayer`` whose shared experts are
+    slots has theirs after those, and they are part of what ``forward`` returns. ``.to(...)`` to
+    another dtype or device chooses the parts anew (collectively, where the layer spans ranks), and
+    is refused (``ConfigError``) where none serve.
 
     Raises ``ConfigError`` with every fault and every candidate's every refusal.
     """
@@ -60,13 +64,14 @@ class Experts(nn.Module):
         policy: str = "strict",
         compile: bool = False,
         cuda_graph: bool = False,
+        placement: Placement | None = None,
         plan: Plan | None = None,
     ) -> None:
         super().__init__()
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.config, self.parallel = config, parallel or ParallelConfig()
         self.inference, self.max_tokens_per_rank = inference, max_tokens_per_rank
-        self._plan: Callable[..., Plan] = functools.partial(
+        make_plan = functools.partial(
             plan_layer,
             parallel=self.parallel,
             backend=backend,
@@ -79,8 +84,12 @@ class Experts(nn.Module):
             router="none" if plan is None else plan.resolution.request.router,
             routing_ids=plan is None or plan.resolution.request.routing_ids,
         )
-        self._build(plan or self._plan(config, device=target), target)
-        local = self.placement.num_local_experts(self.groups.ep_rank)
+        plan = plan or make_plan(config, device=target, placement=placement)
+        self._plan: Callable[..., Plan] = functools.partial(
+            make_plan, placement=placement, shared_slots=plan.placement.shared_slots
+        )
+        self._build(plan, target)
+        local = self.placement.num_local_slots(self.groups.ep_rank)
         share = config.intermediate_size // self.parallel.tp_size
         rows, hidden = share * (2 if config.activation.gated else 1), config.hidden_size
 
@@ -98,16 +107,17 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """Normal with standard deviation 1/sqrt(fan in); biases zero.
 
-        Each expert has a seed of its own, drawn from torch's generator once for all: with the same
-        seed on all ranks the experts are the same at any width, and no two are alike.
+        Each logical expert has a seed of its own, drawn from torch's generator once for all: with
+        the same seed on all ranks the experts are the same at any width and in each replica, and no
+        two are alike. Shared slots are the layer's to fill.
         """
         seed = int(torch.randint(2**62, (), device="cpu"))
-        config, first = self.config, self.placement.first_expert(self.groups.ep_rank)
+        config = self.config
         if self.w13.is_meta:
             return
         with torch.no_grad():
-            for i in range(self.w13.shape[0]):
-                own = torch.Generator(self.w13.device).manual_seed(seed + first + i)
+            for i, expert in enumerate(self.placement.experts_of(self.groups.ep_rank)):
+                own = torch.Generator(self.w13.device).manual_seed(seed + expert)
                 draw = functools.partial(
                     torch.randn, dtype=self.dtype, device=self.w13.device, generator=own
                 )
@@ -146,9 +156,13 @@ class Experts(nn.Module):
         bias = self.w2_bias
         if bias is not None and self.parallel.tp_size > 1:
             bias = _OnceOverTp.apply(bias, self.groups.tp_rank)
+        w13, w2 = self.w13, self.w2
+        if self.placement.shared_slots and self.parallel.ep_size > 1:
+            first = self.placement.num_local_experts(self.groups.ep_rank)
+            w13, w2 = (SumSharedSlots.apply(w, first, self.groups.ep) for w in (w13, w2))
         return ExpertWeights(
-            w13=self.w13,
-            w2=self.w2,
+            w13=w13,
+            w2=w2,
             w13_bias=self.w13_bias,
             w2_bias=bias,
             w13_layout=self.config.w13_layout,
@@ -156,9 +170,8 @@ class Experts(nn.Module):
         )
 
     def _build(self, plan: Plan, device: torch.device) -> None:
-        self.resolution, self.groups = plan.resolution, plan.groups
+        self.resolution, self.groups, self.placement = plan.resolution, plan.groups, plan.placement
         self.parallel = plan.resolution.parallel
-        self.placement = Placement(self.config.num_experts, self.parallel.ep_size)
         pad = None
         if self.config.capacity_factor is not None and self.config.capacity_policy == "pad":
             pad = functools.partial(pad_to_capacity, config=self.config)
@@ -313,7 +326,8 @@ class Experts(nn.Module):
     ) -> None:
         """Copies this rank's part of the whole weights: ``w13 [E, 2I, H]``, ``w2 [E, H, I]``.
 
-        Raises ``InputError`` for shapes that don't fit; nothing is copied then.
+        Every replica gets its expert's. Raises ``InputError`` for shapes that don't fit; nothing is
+        copied then.
         """
         config = self.config
         expected = {
@@ -332,11 +346,14 @@ class Experts(nn.Module):
                 faults.append(f"{name} must have shape {expected[name]}, not {tuple(full.shape)}")
         if faults:
             raise InputError("; ".join(faults))
-        first = self.placement.first_expert(self.groups.ep_rank)
+        own = self.placement.experts_of(self.groups.ep_rank)
+        run = slice(own[0], own[-1] + 1) if own else slice(0)
+        # a list of ids copies what it picks, a slice doesn't
+        which = run if own == tuple(range(config.num_experts)[run]) else list(own)
         with torch.no_grad():
             for _, mine, full, cut in pairs:
                 if mine is not None:
-                    mine.copy_(cut(full[first : first + mine.shape[0]]))
+                    mine[: len(own)].copy_(cut(full[which]))
 
     def describe(self) -> dict[str, Any]:
         """What was built, as JSON data; no host sync."""
@@ -350,7 +367,9 @@ class Experts(nn.Module):
             "widths": self.parallel.to_dict(),
             "place": {n: getattr(groups, n) for n in ("dp_rank", "ep_rank", "tp_rank")},
             "num_experts": self.config.num_experts,
-            "num_local_experts": self.placement.num_local_experts(groups.ep_rank),
+            "num_physical_slots": self.placement.num_physical_slots,
+            "num_local_slots": self.placement.num_local_slots(groups.ep_rank),
+            "routing_width": self.config.top_k + self.placement.shared_slots,
             "dtype": self.config.dtype,
             "runner": getattr(runner, "describe", dict)(),
         }

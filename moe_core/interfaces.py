@@ -55,7 +55,8 @@ class Dispatcher(ABC, Generic[PlanT]):
     def dispatch_begin(
         self, hidden_states: Tensor, routing: Routing
     ) -> Pending[tuple[Record, Handle[PlanT]]]:
-        """``hidden_states`` ``[T, H]``, any T from 0. Begin order is the same on all ranks."""
+        """``hidden_states`` ``[T, H]``, any T from 0; ``routing`` with physical ids (one rank:
+        local ones). Begin order is the same on all ranks."""
 
     def dispatch(self, hidden_states: Tensor, routing: Routing) -> tuple[Record, Handle[PlanT]]:
         return self.dispatch_begin(hidden_states, routing).finish()

@@ -5,17 +5,14 @@ Shapes: T tokens, K choices per token, E experts, H hidden size, I intermediate 
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moe_core import tracing
-from moe_core.activation import activate
 from moe_core.building import plan_layer
 from moe_core.checks import check_hidden
 from moe_core.config import MoEConfig, ParallelConfig
@@ -24,48 +21,20 @@ from moe_core.errors import InputError
 from moe_core.experts import Experts
 from moe_core.interfaces import Router
 from moe_core.pipeline import load_target
-from moe_core.routing import CallableRouter, updated_correction_bias
+from moe_core.routing import CallableRouter, GateRouter, updated_correction_bias
 from moe_core.routing.losses import sum_over
 from moe_core.routing.recompute import through_tapes
+from moe_core.shared_experts import SharedExperts, draw_weights, keep_slots_canonical, load_slots
+from moe_core.sizes import layer_sizes, rank_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from moe_core.placement import Placement
+
 PHASES = (None, "prefill", "decode")
-
-
-class SharedExperts(nn.Module):
-    """Experts that every token passes through: one MLP of their widths taken together.
-
-    ``w13 [2S, H]`` in the config's ``w13_layout`` (``[S, H]`` without a gate) and ``w2 [H, S]``
-    with S = num_shared_experts * shared_intermediate_size. No biases, no routing weight. The
-    activation is that of the routed experts, its limit included.
-    """
-
-    def __init__(self, config: MoEConfig, device: torch.device, requires_grad: bool = True) -> None:
-        super().__init__()
-        self.activation, self.w13_layout = config.activation, config.w13_layout
-        dtype, size = getattr(torch, config.dtype), config.shared_size
-        rows = size * (2 if config.activation.gated else 1)
-        self.w13 = nn.Parameter(
-            torch.empty(rows, config.hidden_size, dtype=dtype, device=device), requires_grad
-        )
-        self.w2 = nn.Parameter(
-            torch.empty(config.hidden_size, size, dtype=dtype, device=device), requires_grad
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            for weight in (self.w13, self.w2):
-                weight.normal_(0, 1 / math.sqrt(weight.shape[-1]))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[T, H]`` → ``[T, H]``."""
-        h = activate(F.linear(hidden_states, self.w13), self.activation, self.w13_layout)
-        return F.linear(h, self.w2)
 
 
 class MoELayer(nn.Module):
@@ -75,7 +44,10 @@ class MoELayer(nn.Module):
     ``MOE_BACKEND`` > auto. ``router``: your own ``Router`` or callable ``(hidden_states [T, H],
     input_ids [T]) → Routing`` or ``(topk_ids, topk_weights)`` in place of the configured one.
     ``inference=True`` asks for no gradients (more backends may serve). ``max_tokens_per_rank``
-    bounds T. Raises ``ConfigError`` with every fault and every candidate's every refusal.
+    bounds T. ``placement``: which rank has which expert, and how often; the default is contiguous.
+    ``shared_experts`` is None where there are none and where they are slots of ``experts``
+    (``config.shared_placement``). Raises ``ConfigError`` with every fault and every candidate's
+    every refusal.
     """
 
     def __init__(
@@ -92,14 +64,16 @@ class MoELayer(nn.Module):
         policy: str = "strict",
         compile: bool = False,
         cuda_graph: bool = False,
+        placement: Placement | None = None,
     ) -> None:
         super().__init__()
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.config = config
         self.name = ""
+        parallel = parallel or ParallelConfig()
         plan = plan_layer(
             config,
-            parallel or ParallelConfig(),
+            parallel,
             backend,
             target,
             mesh=mesh,
@@ -110,6 +84,8 @@ class MoELayer(nn.Module):
             autograd=not inference,
             compile=compile,
             cuda_graph=cuda_graph,
+            placement=placement,
+            shared_slots=config.shared_slots,
         )
         self.experts = Experts(
             config,
@@ -122,6 +98,7 @@ class MoELayer(nn.Module):
             policy=policy,
             compile=compile,
             cuda_graph=cuda_graph,
+            placement=placement,
             plan=plan,
         )
         if router is None:
@@ -132,10 +109,31 @@ class MoELayer(nn.Module):
         self.router = router
         if inference:
             self.router.requires_grad_(False)
-        self.shared_experts = (
-            SharedExperts(config, target, not inference) if config.num_shared_experts else None
-        )
+        self.shared_experts: SharedExperts | None = None
+        if config.shared_slots:
+            keep_slots_canonical(self)
+            load_slots(self.experts, *draw_weights(config, self.experts.w13))
+        elif config.num_shared_experts:
+            self.shared_experts = SharedExperts(
+                config, target, not inference, plan.groups, self.experts.parallel.tp_size
+            )
         self._warn_about_dead_router(inference)
+
+    def load_shared_weights(self, w13: Tensor, w2: Tensor, gate: Tensor | None = None) -> None:
+        """Copies this rank's part of the whole ``w13 [2SW, H]``, ``w2 [H, SW]``, ``gate [1, H]``
+        (``moe_core.shared_experts``), wherever they lie. Raises ``InputError`` for shapes."""
+        if self.shared_experts is not None:
+            self.shared_experts.load_full_weights(w13, w2, gate)
+        elif self.config.shared_slots:
+            load_slots(self.experts, w13, w2, gate)
+        else:
+            raise InputError("this layer has no shared experts (num_shared_experts=0)")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
+        super()._apply(fn, recurse)
+        if self.shared_experts is not None:  # built on meta it had no group
+            self.shared_experts.tp_group = self.experts.groups.tp
+        return self
 
     def _warn_about_dead_router(self, inference: bool) -> None:
         routing = self.config.router
@@ -287,10 +285,21 @@ class MoELayer(nn.Module):
             return self.shared_experts(rows)
 
     def describe(self) -> dict[str, Any]:
-        """What was built, as JSON data; no host sync."""
+        """What was built, as JSON data; no host sync. ``parameters``: of the whole layer, of it for
+        one token, and on this rank; ``weight_bytes``: this rank's, buffers too, by dtype. A router
+        of the caller's is not counted."""
+        own, place = isinstance(self.router, GateRouter), self.experts.groups
+        sizes = layer_sizes(self.config, router=own)
+        here = rank_sizes(
+            self.config, self.experts.parallel, self.experts.placement, place.ep_rank, router=own
+        )
         return self.experts.describe() | {
             "router": type(self.router).__name__,
             "num_shared_experts": self.config.num_shared_experts,
+            "shared_placement": self.config.shared_placement,
+            "parameters": {"total": sizes.total, "active": sizes.active, "local": here.parameters},
+            "flops_per_token": sizes.flops_per_token,
+            "weight_bytes": here.bytes_by_dtype,
         }
 
     def stats(self) -> dict[str, Tensor]:

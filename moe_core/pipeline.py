@@ -16,6 +16,7 @@ from moe_core.contracts import BuildContext, ExchangePlan, ExpertWeights, Handle
 from moe_core.errors import BackendLoadError, HandleError
 from moe_core.groups import LOCAL, Groups
 from moe_core.layouts import Record, SlotMajor
+from moe_core.slot_map import SlotMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +75,9 @@ class Pipeline:
         pad: Callable[[Tensor, Routing], tuple[Tensor, Routing]] | None = None,
     ) -> None:
         self.resolution, self.pad = resolution, pad
+        self.slot_map = SlotMap(
+            placement, device, groups.ep_rank, replicated=resolution.request.rows == "replicated"
+        )
         path = resolution.path
 
         def context(role: str, takes: str = "", gives: str = "") -> BuildContext:
@@ -84,8 +88,9 @@ class Pipeline:
                 device=device,
                 num_experts=placement.num_experts,
                 groups=groups,
-                num_local_experts=placement.num_local_experts(groups.ep_rank),
-                first_local_expert=placement.first_expert(groups.ep_rank),
+                num_local_experts=placement.num_local_slots(groups.ep_rank),
+                first_local_expert=placement.first_slot(groups.ep_rank),
+                placement=placement,
                 takes=takes,
                 gives=gives,
                 pays=tuple(debt for debt, payer in payers.items() if payer == role),
@@ -129,6 +134,7 @@ class Pipeline:
         if self.pad is not None:
             hidden_states, routing = self.pad(hidden_states, routing)
         with tracing.stage("dispatch", hidden_states.device):
+            routing = self.slot_map.physical(routing)
             pending = transport.dispatch_begin(hidden_states, routing)
         if meanwhile is not None:
             meanwhile()
@@ -179,6 +185,7 @@ class Pipeline:
             if self.pad is not None:
                 hidden_states, routing = self.pad(hidden_states, routing)
             with tracing.stage("fused", hidden_states.device):
+                routing = self.slot_map.physical(routing)
                 out = self.fused.forward(hidden_states, routing, weights)
             return out if self.pad is None else out[:num_tokens]
         record, handle = self.dispatch(hidden_states, routing, meanwhile)

@@ -25,6 +25,7 @@ from moe_core import (
     trace,
 )
 from moe_core.conformance.pool import ranks
+from moe_core.contracts import IdSpace
 from moe_core.placement import Placement
 from moe_core.registry import register_backend
 from moe_nccl.channel import Channel, wait
@@ -382,7 +383,10 @@ def in_flight(config: MoEConfig, parallel: ParallelConfig) -> None:
         experts.combine(first, a)
     # begin and finish apart: both dispatches are on the wire at once
     transport: Any = experts.pipeline.transport
-    begun = [transport.dispatch_begin(x, Routing(*r)) for x, r in zip(xs, routed, strict=True)]
+    begun = [
+        transport.dispatch_begin(x, Routing(*r, id_space=IdSpace.PHYSICAL))
+        for x, r in zip(xs, routed, strict=True)
+    ]
     slots = [pending.finish()[0].num_slots for pending in begun]
     assert slots == [len(r.row_weights) for r in (first, second)]  # pyright: ignore
 

@@ -54,7 +54,7 @@ class AllToAllTransport(DistributedTransport[AllToAllPlan]):
         rows, weights = self.enter(hidden_states, topk_weights)
         num_tokens, top_k = topk_ids.shape
         ranks = torch.arange(self.ep.size, device=topk_ids.device)
-        rank_of, slot_of = self.homes(topk_ids)
+        rank_of, slot_of = self.homes(routing)
         slot_hits = rank_of[None] == ranks[:, None, None]  # [EP, T, K]
         hits = slot_hits.any(-1)  # [EP, T]: one row per (token, rank), never one per expert
         counts = torch.stack([hits.sum(1), slot_hits.sum((1, 2))], 1)

@@ -12,10 +12,13 @@ from moe_core.errors import InputError
 from moe_core.groups import LOCAL
 from moe_core.interfaces import Transport
 from moe_core.placement import Placement
+from moe_core.slot_map import SlotMap
 from moe_nccl.channel import Channel, reduce, replicate
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moe_core.contracts import Routing
 
 
 class DistributedTransport(Transport[PlanT]):
@@ -28,21 +31,16 @@ class DistributedTransport(Transport[PlanT]):
         request = context.request
         self.ep = Channel(groups.ep, groups.ranks)
         self.tp = Channel(groups.tp, groups.ranks)
-        self.placement = Placement(request.num_experts, request.ep_size)
+        placement = context.placement or Placement(context.num_experts, request.ep_size)
+        self.slot_map = SlotMap(placement, context.device)
         self.per_slot = request.combine == "per_slot"
         self.pays_weight = "weight" in context.pays
         self.dispatch_dtype: torch.dtype = getattr(torch, request.dispatch_dtype)
         self.combine_dtype: torch.dtype = getattr(torch, request.combine_dtype)
 
-    def homes(self, topk_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Logical ids → (ep rank, local slot), -1 where the id is. No host sync."""
-        base, extra = divmod(self.placement.num_experts, self.placement.ep_size)
-        big = (base + 1) * extra  # ids below live on the ranks that hold one more
-        ids = topk_ids.clamp(min=0)
-        rank = torch.where(ids < big, ids // (base + 1), extra + (ids - big) // max(base, 1))
-        slot = torch.where(ids < big, ids % (base + 1), (ids - big) % max(base, 1))
-        gone = topk_ids < 0
-        return rank.masked_fill(gone, -1), slot.masked_fill(gone, -1)
+    def homes(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Physical ids → (ep rank, local slot), -1 where the id is. No host sync."""
+        return self.slot_map.homes(routing)
 
     def enter(self, hidden_states: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         rows, weights = replicate(self.tp, hidden_states, topk_weights)

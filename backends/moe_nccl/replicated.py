@@ -54,7 +54,7 @@ class ReplicatedTransport(DistributedTransport[ReplicatedPlan]):
         num_tokens = hidden_states.shape[0]
         counted = torch.full((1, 1), num_tokens, device=topk_ids.device)
         tokens = [row[0] for row in self.exchange_counts(counted, None)]
-        rank_of, slot_of = self.homes(topk_ids)
+        rank_of, slot_of = self.homes(routing)
         mine_is = self.ep.rank
         local = slot_of.masked_fill(rank_of != mine_is, -1)
         if self.distinct:

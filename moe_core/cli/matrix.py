@@ -256,10 +256,12 @@ def _run_small(config: MoEConfig, resolution: Resolution, device: str) -> tuple[
     from moe_core.cli.layer_check import error_bound, relative_error
     from moe_core.experts import Experts
     from moe_core.groups import make_groups
+    from moe_core.placement import Placement
 
     os.dup2(2, 1)  # what a backend prints is not a result
     request, parallel = resolution.request, resolution.parallel
-    plan = Plan(resolution, make_groups(parallel, None, device))
+    placement = Placement(config.num_experts, parallel.ep_size)
+    plan = Plan(resolution, make_groups(parallel, None, device), placement)
     draw = torch.Generator().manual_seed(0)
     experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
     shapes = [(experts, config.w13_rows, hidden), (experts, hidden, inner)]
