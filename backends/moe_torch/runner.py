@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from moe_core.contracts import BuildContext, ExpertWeights
     from moe_core.layouts import Record
-    from moe_torch.grouped import Kernel
 
 
 class TorchRunner(ExpertRunner):
@@ -59,10 +58,6 @@ class TorchRunner(ExpertRunner):
         self._weighs_input = "weight" in context.pays and request.weight_on_input
         self._weighs_output = "weight" in context.pays and not request.weight_on_input
         self._widths = (request.hidden_size, share, 2 if request.gated else 1)
-
-    @property
-    def _matmul(self) -> Kernel:
-        return ENGINES[self.engine]  # not kept: a custom operator can't be copied with its layer
 
     def describe(self) -> dict[str, Any]:
         """As JSON: ``gemm`` asked for, ``engine`` in use, ``why_not_grouped`` (or empty)."""
