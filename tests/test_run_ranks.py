@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from moe_core import ParallelConfig
 from moe_core.cli import main
+from moe_core.cli.report import show
 from moe_core.conformance.pool import ranks
 from moe_core.demo.corpus import corpus
 from moe_core.demo.model import ByteLM, LMConfig
@@ -23,16 +25,14 @@ from moe_core.training import expert_parameter_names, sync_expert_gradients
 
 
 def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-    assert main(["run", "--json", "--max-bytes", "900", *argv]) == 0
+    assert main(["run", "--json", "--max-bytes", "300", *argv]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_four_processes_score_as_one(capsys: pytest.CaptureFixture[str], dtype: str) -> None:
-    one = report(capsys, "--dtype", dtype)
-    four = report(capsys, "--dtype", dtype, "--nproc", "4", "--backend", "nccl+torch")
-    bits, want = four["score"]["bits"], one["score"]["bits"]
-    assert bits == pytest.approx(want, rel=1e-9 if dtype == "float64" else 1e-6)
+def test_four_processes_score_as_one_in_float64(capsys: pytest.CaptureFixture[str]) -> None:
+    one = report(capsys, "--dtype", "float64")
+    four = report(capsys, "--dtype", "float64", "--nproc", "4", "--backend", "nccl+torch")
+    assert four["score"]["bits"] == pytest.approx(one["score"]["bits"], rel=1e-9)
     assert four["agrees"]
     assert four["backend"]["name"] == "nccl+torch"
     assert four["ranks"] == 4
@@ -45,24 +45,26 @@ def test_four_processes_score_as_one(capsys: pytest.CaptureFixture[str], dtype: 
     assert all(traffic["payload_bytes"][r][r] == 0 for r in range(4))
 
 
-def test_a_token_is_followed_to_the_rank_of_its_expert(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, "--nproc", "2", "--trace", "-1")["trace"]
-    alone = report(capsys, "--trace", "-1")["trace"]
-    assert found["what"] == alone["what"]
-    for layer, whole in zip(found["layers"], alone["layers"], strict=True):
+def test_two_processes_in_float32_follow_a_token_as_one_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = report(capsys, "--trace", "-1")
+    two = report(capsys, "--trace", "-1", "--nproc", "2")
+    assert two["score"]["bits"] == pytest.approx(one["score"]["bits"], rel=1e-6)
+    assert sum(layer["routing_flips"] for layer in two["layers"]) == 0
+    assert two["trace"]["what"] == one["trace"]["what"]
+    pairs = zip(two["trace"]["layers"], one["trace"]["layers"], strict=True)
+    for layer, whole in pairs:
         for slot, other in zip(layer["slots"], whole["slots"], strict=True):
             assert slot["expert"] == other["expert"]
             assert (slot["rank"], slot["local_expert"]) == divmod(slot["expert"], 4)
             assert slot["weight"] == pytest.approx(other["weight"], rel=1e-5)
             assert slot["contribution"] == pytest.approx(other["contribution"], rel=1e-4)
             assert slot["buffer_row"] >= 0
-
-
-def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--max-bytes", "600", "--nproc", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "token rows sent between 2 ranks" in out
-    assert "payload/bound = 1.00" in out
+    shown = io.StringIO()
+    show(two, shown)
+    assert "token rows sent between 2 ranks" in shown.getvalue()
+    assert "payload/bound = 1.00" in shown.getvalue()
 
 
 def test_a_fault_on_every_rank_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +90,7 @@ def test_torchrun_ranks_report_once() -> None:
 def byte_losses(parallel: ParallelConfig, steps: int) -> list[float]:
     """AdamW and the bias update without a loss, four windows a step, as the example trains."""
     torch.manual_seed(0)
-    config = LMConfig(dropout=0.0, dtype="float64", hidden_size=64, intermediate_size=24)
+    config = LMConfig(dropout=0.0, dtype="float64", hidden_size=32, intermediate_size=16)
     model = ByteLM(config, "nccl+torch" if parallel.ep_size > 1 else "torch", parallel=parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     own = set(expert_parameter_names(model))
@@ -104,7 +106,7 @@ def byte_losses(parallel: ParallelConfig, steps: int) -> list[float]:
     for _ in range(steps):
         routings.clear()
         starts = torch.randint(0, 19_000, (4,), generator=generator)[mine]
-        batch = torch.stack([text[s : s + 41] for s in starts.tolist()])
+        batch = torch.stack([text[s : s + 25] for s in starts.tolist()])
         optimizer.zero_grad()
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
