@@ -11,7 +11,7 @@ import pytest
 from moe_core import MoEConfig, ParallelConfig, cli, environment, registry
 from moe_core.capabilities import Candidate
 from moe_core.cli import main
-from moe_core.cli.matrix import decide, execute
+from moe_core.cli.matrix import Row, decide, execute
 from moe_core.manifest import Backend
 
 if TYPE_CHECKING:
@@ -80,6 +80,18 @@ def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert ["torch", "torch", "serves", "refused", "2", "permute", "32,768"] in cells
     note = next(line for line in lines if line.startswith(" 2  "))
     assert note.startswith(" 2  torch.transport | ep_size: wanted 3, offers 1 | set ")
+
+    def fail(rows: list[Row], *_: Any) -> None:
+        rows[0].cells[0].status, rows[0].cells[0].reason = "fails", "RuntimeError: no kernel"
+
+    monkeypatch.setattr("moe_core.cli.matrix.execute", fail)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["matrix"]) == cli.NO
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\nnccl[mode=all_to.." in out  # names give way, results don't
+    assert " fails 1 " in out
+    assert "\n 1  RuntimeError: no kernel\n" in out
 
 
 CODE = """

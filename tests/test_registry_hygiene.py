@@ -58,11 +58,19 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("moe_core.cli.doctor.probe_torch", lambda limit, stop: answer)
     yield tmp_path
     registry.refresh()
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 ABORT = "import os\nos.abort()\n"
 SEGFAULT = "import ctypes\nctypes.string_at(0)\n"
-HANG = "import time\nprint('dialling')\nwhile True:\n    time.sleep(60)\n"
+HANG = """\
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print('dialling')
+while True: time.sleep(60)
+"""
 
 
 def diagnose(capsys: pytest.CaptureFixture[str], *names: str, code: int) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def test_plugins_that_crash_or_hang(site: Path, capsys: pytest.CaptureFixture[st
     assert reasons["bad:leave"] == "the process ended with exit code 7"
     assert reasons["bad:hang"] == "no end after 2 s, killed"
     assert found["bad:abort"]["where"].endswith("abort_of_bad.py, line 2: os.abort()")
-    assert found["bad:hang"]["where"].endswith("hang_of_bad.py, line 4: time.sleep(60)")
+    assert found["bad:hang"]["where"].endswith("hang_of_bad.py, line 4: while True: time.sleep(60)")
     assert found["bad:hang"]["output"].startswith("dialling")
     # Each part has a fate of its own, and the manifest is fine.
     assert reasons["late:some"] == ""

@@ -327,7 +327,8 @@ def _show(report: dict[str, Any], canvas: Canvas) -> None:
     head += ["CONVERTER", "BYTES/TOKEN"]
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     spare = canvas.width - sum(widths[2:]) - 2 * (len(widths) - 1)
-    widths[:2] = [min(width, max(spare // 2, 12)) for width in widths[:2]]
+    widths[1] = min(widths[1], max(spare // 2, 12))
+    widths[0] = min(widths[0], max(spare - widths[1], 12))
     for line in (head, *lines):
         cells = [
             (text if len(text) <= width else text[: width - 2] + "..").ljust(width)
