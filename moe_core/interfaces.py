@@ -50,6 +50,10 @@ class Dispatcher(ABC, Generic[PlanT]):
 
     max_in_flight: int | None = None
     """How many dispatches may be open at once; None = any number."""
+    payload: str = "pairs"
+    """What rows a dispatch sends to other ranks, which the trace's bytes have to show: ``"pairs"``
+    (one per token and rank that needs it), ``"slots"`` (one per token and slot) or ``"all"`` (every
+    row to every rank, padded to the largest T at most)."""
 
     @abstractmethod
     def dispatch_begin(
@@ -116,6 +120,9 @@ class FusedPath(ABC):
     @abstractmethod
     def forward(self, hidden_states: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
         """``[T, H]`` → ``[T, H]``, every debt paid."""
+
+    def report_fault(self, message: str) -> None:
+        """As a transport's: where other ranks would wait for this one, tell them and raise."""
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         return weights

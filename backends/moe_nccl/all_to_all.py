@@ -130,7 +130,7 @@ class AllToAllTransport(DistributedTransport[AllToAllPlan]):
         mine = torch.zeros(size, 3, dtype=torch.int64, device=self.context.device)
         if counts is not None:
             mine[:, :2] = counts
-        mine[:, 2] = fault is not None
+        mine[:, 2] = self.shared_fault(fault)
         received, work = self.ep.all_to_all("counts", mine, [1] * size, [1] * size)
         wait([work])
         sent, got = torch.stack([mine, received]).tolist()  # the one host sync

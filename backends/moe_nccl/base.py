@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from moe_core.activation import sum_dtype
 from moe_core.contracts import BuildContext, PlanT
 from moe_core.errors import InputError
 from moe_core.groups import LOCAL
@@ -37,6 +38,10 @@ class DistributedTransport(Transport[PlanT]):
         self.pays_weight = "weight" in context.pays
         self.dispatch_dtype: torch.dtype = getattr(torch, request.dispatch_dtype)
         self.combine_dtype: torch.dtype = getattr(torch, request.combine_dtype)
+        if self.ep.size * self.tp.size == 1:  # nothing travels, so nothing is rounded for it
+            self.dispatch_dtype = getattr(torch, context.dtype)
+            self.combine_dtype = sum_dtype(self.dispatch_dtype)
+        self.global_rank = groups.ranks[groups.rank]
 
     def homes(self, routing: Routing) -> tuple[Tensor, Tensor]:
         """Physical ids → (ep rank, local slot), -1 where the id is. No host sync."""
@@ -50,18 +55,23 @@ class DistributedTransport(Transport[PlanT]):
         """Sums of float32/64 → summed over tp, rounded once."""
         return reduce(self.tp, total).to(dtype)
 
+    def shared_fault(self, fault: str | None) -> Tensor:
+        """int64 ``[1]``: how many tp ranks of this ep rank have a fault. They meet in no exchange
+        before the sum at the very end, where the others would wait for the one that raised."""
+        mine = torch.full((1,), int(fault is not None), device=self.context.device)
+        return self.tp.all_reduce("faults", mine) if self.tp.size > 1 else mine
+
     def raise_together(self, flags: list[int], mine: str | None) -> None:
-        """``flags[r]``: rank r has a fault. Raises ``InputError`` on every rank if any has."""
+        """``flags[r]``: ep rank r has a fault. Raises ``InputError`` on every rank if any has."""
         if not any(flags):
             return
-        said: list[Any] = [mine]
-        if self.ep.size > 1:
-            said = said * self.ep.size
-            dist.all_gather_object(said, mine, group=self.ep.group)
-        ranks = self.ep.global_ranks
-        raise InputError(
-            "; ".join(f"rank {r}: {text}" for r, text in zip(ranks, said, strict=True) if text)
-        )
+        said = [(self.global_rank, mine)]
+        for channel in (self.ep, self.tp):
+            if channel.size > 1:
+                parts: list[Any] = [None] * channel.size
+                dist.all_gather_object(parts, said, group=channel.group)
+                said = [pair for part in parts for pair in part]
+        raise InputError("; ".join(f"rank {r}: {text}" for r, text in sorted(said) if text))
 
     def report_fault(self, message: str) -> NoReturn:
         """Take part in the step's first exchange, only to say what is wrong: all ranks raise."""

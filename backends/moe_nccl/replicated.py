@@ -41,6 +41,8 @@ class ReplicatedPlan(ExchangePlan):
 class ReplicatedTransport(DistributedTransport[ReplicatedPlan]):
     """Gather, local experts only, sum. One host sync (the numbers of tokens)."""
 
+    payload = "all"
+
     def __init__(self, context: BuildContext) -> None:
         super().__init__(context)
         self.distinct = context.request.rows == "distinct"
@@ -138,7 +140,7 @@ class ReplicatedTransport(DistributedTransport[ReplicatedPlan]):
         mine = torch.zeros(1, 2, dtype=torch.int64, device=self.context.device)
         if counts is not None:
             mine[:, :1] = counts
-        mine[:, 1] = fault is not None
+        mine[:, 1] = self.shared_fault(fault)
         table = self.ep.all_gather("counts", mine).tolist()  # the one host sync
         self.raise_together([row[1] for row in table], fault)
         return table

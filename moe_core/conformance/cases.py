@@ -229,6 +229,16 @@ def _limited(act: Activation, x: Tensor) -> Tensor:
     return torch.where(x > limit, limit, x) if act.limit_form == "after" else x
 
 
+def sum_length(case: Case) -> int:
+    """Terms of a forward's sums: over H, I, the slots, and of an activation."""
+    return 2 * case.x.shape[1] + case.w2.shape[2] + case.ids.shape[1] + 16
+
+
+def gradient_size(case: Case) -> int:
+    """Terms that a gradient's sums may have."""
+    return 8 * sum(case.w13.shape) + case.ids.numel()
+
+
 def poison(device: str, tensors: Iterable[Tensor], rows: int = 1) -> None:
     """Fill blocks of likely sizes with NaN and free them: ``torch.empty`` hands them back."""
     blocks: list[Tensor] = []

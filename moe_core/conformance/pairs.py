@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_core.activation import sum_dtype
 from moe_core.capabilities import Candidate, Path, find_path
 from moe_core.conformance.cases import exact_case, exact_result, slots
 from moe_core.conformance.target import Target, target
-from moe_core.contracts import Routing
+from moe_core.contracts import ExpertWeights, Routing
 from moe_core.errors import MoEError
+from moe_core.interfaces import ExpertRunner
+from moe_core.layouts import RankGrouped, Record, TokenMajor
+from moe_core.manifest import Backend, Part
 from moe_core.pipeline import Pipeline
 from moe_core.placement import Placement
+from moe_core.reference import expert_forward
 from moe_core.resolution import Resolution, make_request
 
 if TYPE_CHECKING:
@@ -43,9 +48,39 @@ class Pair:
         return Pipeline(found, experts, self.request.dtype, owner.device)
 
 
+class SummingRunner(ExpertRunner):
+    """Rows in, rows out: pays the weight and the sum over slots itself, as some kernels do."""
+
+    def run(self, record: Record, weights: ExpertWeights) -> Record:
+        assert isinstance(record, TokenMajor | RankGrouped)
+        rows = sum_dtype(record.rows.dtype)
+        total = torch.zeros_like(record.rows, dtype=rows)
+        for expert in range(weights.num_local_experts):
+            token, slot = (record.topk_ids == expert).nonzero(as_tuple=True)
+            y = expert_forward(record.rows[token], expert, weights).to(rows)
+            y = y * record.topk_weights[token, slot].to(rows)[:, None]
+            total = total.index_add(0, token, y)
+        paid = (*record.paid, "weight", "slot_sum")
+        return replace(record, rows=total.to(record.rows.dtype), paid=paid)
+
+
+_SUMMING = Backend(
+    name="summing",
+    parts=(
+        Part(
+            role="runner",
+            target=f"{__name__}:SummingRunner",
+            takes=("token_major", "rank_grouped"),
+            gives=("token_major", "rank_grouped"),
+            pays=("weight", "slot_sum"),
+        ),
+    ),
+)
+
+
 def partners(role: str) -> list[Candidate]:
-    """Shipped parts that run everywhere, to try a part of the other role with."""
-    found: list[Candidate] = []
+    """Parts that run everywhere, to try a part of the other role with."""
+    found = [Candidate(_SUMMING, p, "moe-core", "") for p in _SUMMING.parts if p.role == role]
     for name in ("reference", "torch"):
         try:
             found += target(name).of(role)

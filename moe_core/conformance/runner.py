@@ -27,11 +27,13 @@ from moe_core.conformance.cases import (
     Case,
     exact_case,
     exact_result,
+    gradient_size,
     oracle,
     poison,
     random_case,
     scale_of,
     slots,
+    sum_length,
 )
 from moe_core.conformance.pairs import check_pairs, pairs, partners
 from moe_core.conformance.strategies import EXAMPLES, routings
@@ -78,14 +80,7 @@ NEEDS_DYNAMO = "ignore:.*should not be instantiated:DeprecationWarning"  # torch
 
 
 def tolerance(case: Case, mass: Tensor) -> Tensor:
-    """Sums run over H, I, the slots, and the terms of an activation."""
-    length = 2 * case.x.shape[1] + case.w2.shape[2] + case.ids.shape[1] + 16
-    return bounds.forward(mass, case.w13.dtype, length)
-
-
-def gradient_size(case: Case) -> int:
-    """How many terms a gradient's sums may have."""
-    return 8 * sum(case.w13.shape) + case.ids.numel()
+    return bounds.forward(mass, case.w13.dtype, sum_length(case))
 
 
 class RunnerConformance(Conformance):

@@ -1,0 +1,381 @@
+"""What each rank does and asserts, in a process of its own; ``transport`` and ``fused`` say when.
+
+Every function is a task for ``pool.ranks(n).run(task, job)`` (or a plain call, for one rank), so it
+is looked up by name in the worker, as the backend is by its spec: entry points have to work there.
+All that a rank compares with it computes by itself, from seeds that every rank knows; so each rank
+checks its own results, and no rank sees another's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from moe_core import HandleError, InputError, Routing, trace
+from moe_core.conformance import bounds
+from moe_core.conformance.cases import (
+    Case,
+    exact_result,
+    gradient_size,
+    oracle,
+    poison,
+    random_case,
+    scale_of,
+    sum_length,
+)
+from moe_core.conformance.rank import Job, Rank
+from moe_core.layouts import ExpertContiguous, RankGrouped, Record, TokenMajor
+from moe_core.placement import w13_blocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PATTERNS = ("any", "first", "last", "skewed", "none")
+STEPS = (
+    (3, 0, 5, 0, 0, 1, 0),
+    (0, 2, 0, 0, 4, 0, 0),
+    (1, 0, 0, 2, 0, 0, 0),
+    (0, 0, 1, 1, 3, 0, 0),
+)
+"""Tokens of four holders in seven steps: each is idle at times, and all are in the last."""
+
+
+def exact_numbers(job: Job) -> None:
+    """Which expert, which token, which weight, which rank: all in exact integers.
+
+    Each pattern twice in a row; the second time what nobody may read is NaN. No output may be
+    touched by a later call.
+    """
+    me = Rank(job)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for pattern in PATTERNS if job.ids is None else ("given",):
+        if job.ids is None:
+            ids = me.ids(pattern, job.tokens)
+        else:
+            top_k = job.config.top_k
+            given = [job.ids[holder] for holder in me.holders]
+            ids = [torch.tensor(i, dtype=torch.int64).view(-1, top_k) for i in given]
+        whole = me.exact(ids)
+        own = me.own(whole, ids)
+        mine, want = whole.tokens(own.start, own.stop), exact_result(whole)[own]
+        invalid = mine.ids < 0
+        dirty = replace(
+            mine,
+            x=torch.where(invalid.all(1, keepdim=True), math.nan, mine.x),
+            topk=torch.where(invalid, math.nan, mine.topk),
+        )
+        for case, how in ((mine, ""), (dirty, ", NaN where nobody may read")):
+            out = me.run(case)
+            me.equal(out, want, f"ids {pattern!r}{how}")
+            kept.append((out, want))
+    for out, want in kept:
+        me.equal(out, want, "an output changed when the layer was called again")
+
+
+def received_rows(job: Job) -> None:
+    """What reaches the runner: every row that its experts need, in order, and nothing else."""
+    me = Rank(job)
+    for pattern in ("any", "last", "none"):
+        ids = me.ids(pattern, job.tokens)
+        whole = me.exact(ids)
+        own = me.own(whole, ids)
+        mine = whole.tokens(own.start, own.stop).to(job.device)
+        record, handle = me.layer.dispatch(mine.x, mine.ids, mine.topk)
+        first = me.layer.placement.first_expert(me.groups.ep_rank)
+        _check_record(me, record, whole, first, me.layer.w13.shape[0])
+        out = me.layer.combine(me.layer.run(record), handle)
+        me.equal(out, exact_result(whole)[own], f"staged, ids {pattern!r}")
+
+
+def _check_record(me: Rank, record: Record, whole: Case, first: int, count: int) -> None:
+    if isinstance(record, ExpertContiguous):
+        starts, counts = record.expert_starts.tolist(), record.tokens_per_expert.tolist()
+        for e in range(count):
+            token, slot = (whole.ids == first + e).nonzero(as_tuple=True)
+            me.check(
+                counts[e] == len(token), f"expert {first + e}: {counts[e]} rows, not {len(token)}"
+            )
+            part = slice(starts[e], starts[e] + counts[e])
+            me.equal(record.rows[part], whole.x[token], f"rows of expert {first + e}")
+            me.equal(record.row_weights[part], whole.topk[token, slot], f"weights of {first + e}")
+    elif isinstance(record, TokenMajor | RankGrouped):
+        local = whole.ids - first
+        local = torch.where((local >= 0) & (local < count), local, -1)
+        needed, kept = (local >= 0).any(1), (record.topk_ids >= 0).any(1)
+        me.equal(record.topk_ids[kept], local[needed], "local ids")
+        me.equal(record.rows[kept], whole.x[needed], "rows")
+        weights = torch.where(local >= 0, whole.topk, 0)[needed]
+        got = torch.where(record.topk_ids >= 0, record.topk_weights, 0)[kept]
+        me.equal(got, weights, "weights")
+
+
+def slot_order(job: Job) -> None:
+    """combine=per_slot: products summed in slot order, rounded once, the same bits everywhere."""
+    me = Rank(job)
+    ids = me.ids("any", job.tokens)
+    whole = me.exact(ids)
+    generator = torch.Generator().manual_seed(11)
+    whole.topk = torch.randn(whole.topk.shape, generator=generator).to(whole.topk)
+    # a large one, then two that only count if the sum is not rounded in between
+    big = 2.0 / torch.finfo(me.dtype).eps
+    whole.topk[::2, 0], whole.topk[::2, 1:] = big, 1.0
+    own = me.own(whole, ids)
+    path = me.layer.resolution.path
+    early = path is not None and path.payers["weight"] == "runner"
+    wide = bounds.fine(me.dtype)
+    total = torch.zeros(whole.x.shape, dtype=wide)
+    for slot in range(job.config.top_k):
+        expert, weight = whole.ids[:, slot : slot + 1], whole.topk[:, slot : slot + 1]
+        row = (whole.x.double() * scale_of(expert)).to(wide) * weight
+        row = row.to(me.dtype).to(wide) if early else row
+        total = total + torch.where(expert >= 0, row, 0)
+    want = total.to(me.dtype)[own]
+    for _ in range(2):
+        out = me.run(whole.tokens(own.start, own.stop))
+        me.equal(out, want, "bits of the sum over slots")
+
+
+def numbers(job: Job) -> None:
+    """Forward and backward, twice, against a float64 oracle of one process."""
+    me = Rank(job)
+    config, wide = job.config, bounds.fine(me.dtype)
+    ids = me.ids("any", job.tokens)
+    sizes = (config.num_experts, config.hidden_size, config.intermediate_size)
+    whole = random_case(
+        torch.cat(ids), config.dtype, sizes=sizes, bias=config.bias, activation=config.activation
+    )
+    me.layer.load_full_weights(whole.w13, whole.w2, whole.b13, whole.b2)
+    own = me.own(whole, ids)
+    theirs = whole.mapped(lambda t: t.double().requires_grad_())
+    want, mass = oracle(theirs)
+    upstream = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view(want.shape)
+    upstream = upstream.to(me.dtype)
+    exact = torch.autograd.grad(
+        want, list(theirs.floats.values()), upstream.double(), allow_unused=True,
+        materialize_grads=True,
+    )  # fmt: skip
+    request, spans = me.layer.resolution.request, job.parallel.ep_size * job.parallel.tp_size > 1
+    dispatch = getattr(torch, request.dispatch_dtype) if spans else me.dtype
+    combine = getattr(torch, request.combine_dtype) if spans else wide
+    limit = bounds.forward(
+        mass, me.dtype, sum_length(whole),
+        dispatch=None if dispatch == me.dtype else dispatch,
+        combine=combine,
+        partial_sums=job.parallel.ep_size * job.parallel.tp_size,
+    )[own]  # fmt: skip
+    backward = job.autograd and dispatch == me.dtype and combine == wide
+    for _ in range(2):
+        mine = whole.tokens(own.start, own.stop).to(job.device)
+        mine = mine.mapped(lambda t: t.detach().requires_grad_(job.autograd))
+        me.layer.zero_grad()
+        out = me.run(mine)
+        me.within(out, want[own], limit, "output")
+        if not backward:
+            continue
+        poison(job.device, [out, me.layer.w13], mine.ids.numel())
+        out.backward(upstream[own].to(job.device))
+        for name, right in zip(theirs.floats, exact, strict=True):
+            got, right = _gradient(me, mine, name), _share(me, name, right, own)
+            me.check(got is not None, f"gradient of {name} is None")
+            most = bounds.gradient(right, me.dtype, gradient_size(whole))
+            me.within(got, right, most, f"gradient of {name}")
+
+
+def _gradient(me: Rank, mine: Case, name: str) -> Any:
+    own = {"w13": me.layer.w13, "w2": me.layer.w2, "b13": me.layer.w13_bias, "b2": me.layer.w2_bias}
+    tensor = own[name] if name in own else getattr(mine, name)
+    return tensor.grad
+
+
+def _share(me: Rank, name: str, whole: Tensor, own: slice) -> Tensor:
+    """This rank's part of a gradient: its tokens, or its experts and its cut of them."""
+    if name in ("x", "topk"):
+        return whole[own]
+    first = me.layer.placement.first_expert(me.groups.ep_rank)
+    part, tp = whole[first : first + me.layer.w13.shape[0]], me.job.parallel.tp_size
+    if name == "w2":
+        return part.chunk(tp, -1)[me.groups.tp_rank]
+    if name == "b2":
+        return part
+    c = me.config
+    blocks = w13_blocks(
+        c.intermediate_size, c.activation.gated, c.w13_layout, me.groups.tp_rank, tp
+    )
+    return torch.cat([part.narrow(1, a, b - a) for a, b in blocks], 1)
+
+
+def traffic(job: Job) -> None:
+    """Bytes to each rank: what the transport's ``payload`` says, and combines in return."""
+    me = Rank(job)
+    ids = me.ids("any", job.tokens)
+    whole = me.exact(ids)
+    own = me.own(whole, ids)
+    mine = whole.tokens(own.start, own.stop).to(job.device)
+    with trace() as seen:
+        me.layer(mine.x, mine.ids, mine.topk)
+    (call,) = seen.calls
+    rank, config, size = me.groups.rank, job.config, job.parallel.ep_size
+    if job.parallel.ep_size * job.parallel.tp_size == 1:
+        quiet = (call.payload_bytes, call.combine_bytes, call.collectives) == ([[0]], [[0]], [])
+        me.check(quiet, f"a local layer communicates: {call.collectives}, {call.traffic}")
+        return
+    payload = me.transport.payload
+    request = me.layer.resolution.request
+    item = {
+        n: getattr(torch, getattr(request, n)).itemsize for n in ("dispatch_dtype", "combine_dtype")
+    }
+    per_slot = config.combine == "per_slot"
+    back = me.dtype.itemsize if per_slot else item["combine_dtype"]
+    most = max(len(i) for i in ids)
+    for peer in range(size):
+        if peer == me.groups.ep_rank:
+            continue
+        place = (me.groups.dp_rank * size + peer) * job.parallel.tp_size + me.groups.tp_rank
+        sent = _counts(me, ids[me.holder], peer)
+        came = _counts(me, ids[peer], me.groups.ep_rank) if me.per_replica > 1 else sent
+        rows, rows_back = sent[payload == "slots"], came[per_slot or payload == "slots"]
+        if payload == "all":
+            rows, rows_back = most, most * (config.top_k if per_slot else 1)
+        for what, got, count, itemsize in (
+            ("payload", call.payload_bytes, rows, item["dispatch_dtype"]),
+            ("combine", call.combine_bytes, rows_back, back),
+        ):
+            said, bound = got[rank][place], count * config.hidden_size * itemsize
+            good = said <= bound if payload == "all" else said == bound
+            me.check(good, f"{what}: {said} bytes to rank {place}, {payload} are {bound}")
+
+
+def _counts(me: Rank, ids: Tensor, ep_rank: int) -> tuple[int, int]:
+    """Rows (tokens) and slots with an expert on that rank."""
+    first = me.layer.placement.first_expert(ep_rank)
+    there = (ids >= first) & (ids < first + me.layer.placement.num_local_experts(ep_rank))
+    return int(there.any(1).sum()), int(there.sum())
+
+
+def faults(job: Job) -> None:
+    """The last rank brings something bad: all ranks raise in this step, and the next one works."""
+    limit = max(job.tokens)
+    me = Rank(job, max_tokens_per_rank=limit)
+    ids = me.ids("any", job.tokens)
+    whole = me.exact(ids)
+    own = me.own(whole, ids)
+    mine, want = whole.tokens(own.start, own.stop).to(job.device), exact_result(whole)[own]
+    bad = job.parallel.world_size - 1
+    other = torch.float64 if me.dtype == torch.float32 else torch.float32
+    many = mine.x.new_zeros(limit + 1, job.config.hidden_size)
+    zeros = mine.ids.new_zeros(limit + 1, job.config.top_k)
+    inputs = {
+        "hidden size": (mine.x[:, 1:], mine.ids, mine.topk),
+        "dtype of rows": (mine.x.to(other), mine.ids, mine.topk),
+        "number of choices": (mine.x, mine.ids[:, 1:], mine.topk[:, 1:]),
+        "dtype of ids": (mine.x, mine.ids.double(), mine.topk),
+        "too many tokens": (many, zeros, zeros.to(mine.topk)),
+    }
+    if torch.device(job.device).type == "cpu":  # elsewhere values are not looked at
+        inputs["id = num_experts"] = (
+            mine.x,
+            mine.ids.clone().fill_(job.config.num_experts),
+            mine.topk,
+        )
+        inputs["id = -2"] = (mine.x, mine.ids.clone().fill_(-2), mine.topk)
+    for kind in inputs:
+        given = inputs[kind] if me.groups.rank == bad else (mine.x, mine.ids, mine.topk)
+        said = ""
+        try:
+            me.layer(*given)
+        except InputError as error:
+            said = str(error)
+        me.check(bool(said), f"{kind} on rank {bad}: no InputError here")
+        if job.parallel.world_size > 1:
+            me.check(f"rank {bad}: " in said, f"{kind}: the error doesn't name rank {bad}: {said}")
+        me.equal(me.layer(mine.x, mine.ids, mine.topk), want, f"the step after: {kind}")
+
+
+def handles(job: Job) -> None:
+    """Two in flight, combined in the other order; a handle used twice or by another layer."""
+    me = Rank(job)
+    other = me.another()
+    batches: list[tuple[Case, Tensor]] = []
+    for pattern, tokens in (("any", job.tokens), ("skewed", job.tokens[::-1])):
+        ids = me.ids(pattern, tokens)
+        whole = me.exact(ids)
+        own = me.own(whole, ids)
+        batches.append((whole.tokens(own.start, own.stop).to(job.device), exact_result(whole)[own]))
+    (a, want_a), (b, want_b) = batches
+    other.load_state_dict(me.layer.state_dict())
+    most = me.transport.max_in_flight
+    record_a, handle_a = me.layer.dispatch(a.x, a.ids, a.topk)
+    if most is not None and most < 2:
+        _refuses(me, lambda: me.layer.dispatch(b.x, b.ids, b.topk), "a second dispatch in flight")
+        out_a = me.layer.run(record_a)
+    else:
+        record_b, handle_b = me.layer.dispatch(b.x, b.ids, b.topk)
+        out_b, out_a = me.layer.run(record_b), me.layer.run(record_a)
+        me.equal(me.layer.combine(out_b, handle_b), want_b, "the second of two in flight")
+    _refuses(me, lambda: other.combine(out_a, handle_a), "another layer's handle")
+    me.equal(me.layer.combine(out_a, handle_a), want_a, "the first of two in flight")
+    _refuses(me, lambda: me.layer.combine(out_a, handle_a), "a handle used twice")
+    if most is None or most > 1:  # the parts by themselves: begun and finished, once each
+        mapped = me.layer.pipeline.slot_map.physical
+        routed = [(c.x, mapped(Routing(c.ids, c.topk))) for c in (a, b)]
+        begun = [me.transport.dispatch_begin(x, routing) for x, routing in routed]
+        inner = [pending.finish()[1] for pending in begun]
+        me.check(inner[0].plan is not inner[1].plan, "two dispatches share a plan")
+        _refuses(me, begun[0].finish, "finish() twice")
+        foreign = other.pipeline.transport
+        assert foreign is not None
+        _refuses(me, lambda: inner[0].consume(foreign), "another transport's handle")
+        inner[0].consume(me.transport)
+        _refuses(me, lambda: inner[0].consume(me.transport), "a transport's handle used twice")
+
+
+def _refuses(me: Rank, call: Any, what: str) -> None:
+    try:
+        call()
+    except HandleError:
+        return
+    me.fail(f"{what} raises no HandleError")
+
+
+def idle_steps(job: Job) -> None:
+    """Seven steps in which some holders, and at last all, have no token: nobody waits, every
+    gradient is there, and all ranks make the same collectives."""
+    me = Rank(job)
+    for step in range(len(STEPS[0])):
+        tokens = [STEPS[h % 4][step] for h in range(me.per_replica * job.parallel.dp_size)]
+        ids = me.ids("any", tokens)
+        whole = me.exact(ids)
+        own = me.own(whole, ids)
+        mine = whole.tokens(own.start, own.stop).to(job.device)
+        mine = mine.mapped(lambda t: t.requires_grad_(job.autograd))
+        me.layer.zero_grad()
+        with trace() as seen:
+            out = me.run(mine)
+        me.equal(out, exact_result(whole)[own], f"step {step}")
+        if job.autograd:
+            out.sum().backward()
+            for name, parameter in me.layer.named_parameters():
+                me.check(parameter.grad is not None, f"step {step}: no gradient of {name}")
+                finite = parameter.grad.isfinite().all()  # pyright: ignore[reportOptionalMemberAccess]
+                me.check(bool(finite), f"step {step}: gradient of {name} is not finite")
+        if job.parallel.world_size > 1:
+            said: list[Any] = [None] * job.parallel.world_size
+            dist.all_gather_object(said, seen.collectives)
+            me.check(all(names == said[0] for names in said), f"step {step}: collectives {said}")
+
+
+def many_layers(job: Job) -> None:
+    """Groups belong to the widths, not to a layer."""
+    me = Rank(job)
+
+    def groups() -> int:
+        return len(dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportAttributeAccessIssue]
+
+    before = groups()
+    for _ in range(10):
+        me.another()
+    me.check(groups() == before, f"10 more layers made {groups() - before} process groups")
