@@ -22,7 +22,8 @@ def check_routing(
             faults.append(f"{name} must have shape {shape} ([T, top_k]), not {tuple(tensor.shape)}")
         if tensor.device != hidden_states.device:
             faults.append(f"{name} is on {tensor.device}, hidden_states on {hidden_states.device}")
-    if topk_ids.dtype.is_floating_point or topk_ids.dtype in (torch.bool, torch.complex64):
+    kind = topk_ids.dtype
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         faults.append(f"topk_ids must be int32 or int64, not {topk_ids.dtype}")
     if not topk_weights.dtype.is_floating_point:
         faults.append(f"topk_weights must be a float dtype, not {topk_weights.dtype}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from moe_core.errors import HandleError
+from moe_core.errors import HandleError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,9 +77,9 @@ class Routing:
         return replace(self, **made)
 
     def ids_and_weights(self) -> tuple[Tensor, Tensor]:
-        """Both, for parts that need them. Raises ``ValueError`` if the kernel is to route."""
+        """Both, for parts that need them. Raises ``InputError`` if the kernel is to route."""
         if self.topk_ids is None or self.topk_weights is None:
-            raise ValueError(
+            raise InputError(
                 "this routing holds no ids: it is for kernels that route by themselves"
             )
         return self.topk_ids, self.topk_weights

@@ -102,6 +102,8 @@ class Experts(nn.Module):
         self.w13_bias = parameter(rows) if config.bias else None
         self.w2_bias = parameter(hidden) if config.bias else None
         self.counts = RoutingCounts(config.num_experts, target)
+        # load_state_dict(assign=True) puts other tensors in place without a word to _apply
+        self.register_load_state_dict_post_hook(lambda own, _: own._follow_parameters())
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -131,6 +133,8 @@ class Experts(nn.Module):
 
     def _cut_w13(self, full: Tensor, dim: int) -> Tensor:
         c, tp_rank, tp_size = self.config, self.groups.tp_rank, self.parallel.tp_size
+        if tp_size == 1:
+            return full
         blocks = w13_blocks(c.intermediate_size, c.activation.gated, c.w13_layout, tp_rank, tp_size)
         return torch.cat([full.narrow(dim, a, b - a) for a, b in blocks], dim)
 
@@ -171,7 +175,7 @@ class Experts(nn.Module):
 
     def _build(self, plan: Plan, device: torch.device) -> None:
         self.resolution, self.groups, self.placement = plan.resolution, plan.groups, plan.placement
-        self.parallel = plan.resolution.parallel
+        self.parallel, self._built_for = plan.resolution.parallel, device
         pad = None
         if self.config.capacity_factor is not None and self.config.capacity_policy == "pad":
             pad = functools.partial(pad_to_capacity, config=self.config)
@@ -181,14 +185,19 @@ class Experts(nn.Module):
         self._prepared: tuple[tuple[Any, ...], ExpertWeights] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
-        """Moving or casting the parameters changes the request: choose again."""
-        before = (self.w13.dtype, self.w13.device.type)
         super()._apply(fn, recurse)
-        after = (self.w13.dtype, self.w13.device.type)
-        if after != before and after[1] != "meta":
-            self.config = replace(self.config, dtype=dtype_name(self.w13.dtype))
-            self._build(self._plan(self.config, device=self.w13.device), self.w13.device)
+        self._follow_parameters()
         return self
+
+    def _follow_parameters(self) -> None:
+        """Another dtype or device of the parameters is another request: choose again."""
+        device = self.w13.device
+        if device.type == "meta" or (self.w13.dtype, device) == (self.dtype, self._built_for):
+            return
+        self.config = replace(self.config, dtype=dtype_name(self.w13.dtype))
+        if self.counts.dropped_slots.device != device:
+            self.counts = RoutingCounts(self.config.num_experts, device)
+        self._build(self._plan(self.config, device=device), device)
 
     def forward(
         self,
@@ -219,7 +228,7 @@ class Experts(nn.Module):
     def _run_all(
         self, rows: Tensor, routing: Routing, meanwhile: Callable[[], None] | None
     ) -> Tensor:
-        with torch.autocast(rows.device.type, enabled=False):
+        with self._no_autocast():
             out = self.pipeline.forward(rows, routing, self._current_weights(), meanwhile)
         traced = tracing.current()
         if traced is not None:
@@ -231,15 +240,21 @@ class Experts(nn.Module):
     ) -> tuple[Record, Handle[StagedPlan]]:
         """First of the three stages of ``forward``; ``[T, H]`` → the runner's layout."""
         rows, routing = self._accept(hidden_states, Routing(topk_ids, topk_weights))
-        return self.pipeline.dispatch(rows, routing)
+        with self._no_autocast():
+            return self.pipeline.dispatch(rows, routing)
 
     def run(self, record: Record) -> Record:
         """The experts themselves."""
-        return self.pipeline.run(record, self._current_weights())
+        with self._no_autocast():
+            return self.pipeline.run(record, self._current_weights())
 
     def combine(self, record: Record, handle: Handle[StagedPlan]) -> Tensor:
         """→ ``[T, H]``; uses the handle up (``HandleError`` for a used or foreign one)."""
-        return self.pipeline.combine(record, handle)
+        with self._no_autocast():
+            return self.pipeline.combine(record, handle)
+
+    def _no_autocast(self) -> torch.autocast:
+        return torch.autocast(self.w13.device.type, enabled=False)
 
     def _accept(self, hidden_states: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         if not self.is_distributed:
@@ -380,9 +395,9 @@ class Experts(nn.Module):
         ``invalid_ids``, ``dropped_slots``, ``tokens_per_expert``: see ``RoutingCounts``.
         """
         return {
-            "invalid_ids": self.counts.invalid_ids,
-            "dropped_slots": self.counts.dropped_slots,
-            "tokens_per_expert": self.counts.tokens_per_expert,
+            "invalid_ids": self.counts.invalid_ids.clone(),
+            "dropped_slots": self.counts.dropped_slots.clone(),
+            "tokens_per_expert": self.counts.tokens_per_expert.clone(),
         }
 
     def extra_repr(self) -> str:

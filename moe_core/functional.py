@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_core import environment
+from moe_core import environment, registry
 from moe_core.building import resolve_or_raise
 from moe_core.checks import check_hidden, check_routing, values_are_checked
 from moe_core.config import Activation, MoEConfig, ParallelConfig, dtype_name
@@ -62,7 +62,7 @@ def moe_forward(
             dtype=dtype_name(w13.dtype),
         ),
         backend,
-        environment.backend(),
+        (registry.generation(), environment.backend(), environment.plugins()),
         w13.device,
         needs_grad,
     )
@@ -104,11 +104,11 @@ def _weight_faults(
 def _cached_pipeline(
     config: MoEConfig,
     backend: str | None,
-    _from_env: str | None,
+    _read_by_resolve: tuple[Any, ...],
     device: torch.device,
     autograd: bool,
 ) -> Pipeline:
-    """``_from_env`` is part of the key: ``resolve`` reads it where ``backend`` is None."""
+    """``_read_by_resolve``: what else the choice depends on, and the cache with it."""
     resolution = resolve_or_raise(
         config, ParallelConfig(), backend, device, autograd=autograd, router="none"
     )

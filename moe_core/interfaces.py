@@ -121,7 +121,7 @@ class FusedPath(ABC):
     def forward(self, hidden_states: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
         """``[T, H]`` → ``[T, H]``, every debt paid."""
 
-    def report_fault(self, message: str) -> None:
+    def report_fault(self, message: str) -> None:  # noqa: B027  (nothing to do on one rank)
         """As a transport's: where other ranks would wait for this one, tell them and raise."""
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from moe_core.placement import Placement
+    from moe_core.resolution import Resolution
 
 PHASES = (None, "prefill", "decode")
 
@@ -68,7 +69,6 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         target = torch.device(device) if device is not None else torch.get_default_device()
-        self.config = config
         self.name = ""
         parallel = parallel or ParallelConfig()
         plan = plan_layer(
@@ -101,13 +101,14 @@ class MoELayer(nn.Module):
             placement=placement,
             plan=plan,
         )
+        own_router = router is None
         if router is None:
             router = load_target(plan.resolution.parts["router"])(config, device=target)
         elif not isinstance(router, Router):
             router = CallableRouter(router, config)
         assert isinstance(router, Router)
         self.router = router
-        if inference:
+        if inference and own_router:
             self.router.requires_grad_(False)
         self.shared_experts: SharedExperts | None = None
         if config.shared_slots:
@@ -117,7 +118,8 @@ class MoELayer(nn.Module):
             self.shared_experts = SharedExperts(
                 config, target, not inference, plan.groups, self.experts.parallel.tp_size
             )
-        self._warn_about_dead_router(inference)
+        if own_router and not inference:
+            self._warn_about_dead_router()
 
     def load_shared_weights(self, w13: Tensor, w2: Tensor, gate: Tensor | None = None) -> None:
         """Copies this rank's part of the whole ``w13 [2SW, H]``, ``w2 [H, SW]``, ``gate [1, H]``
@@ -135,10 +137,15 @@ class MoELayer(nn.Module):
             self.shared_experts.tp_group = self.experts.groups.tp
         return self
 
-    def _warn_about_dead_router(self, inference: bool) -> None:
+    @property
+    def config(self) -> MoEConfig:
+        """As the layer is now: ``.to(dtype)`` changes it."""
+        return self.experts.config
+
+    def _warn_about_dead_router(self) -> None:
         routing = self.config.router
         constant = routing.renormalize or not routing.softmax_before_topk
-        if self.config.top_k == 1 and constant and not inference:
+        if self.config.top_k == 1 and constant:
             warnings.warn(
                 "top_k=1 with normalised weights: every weight is the constant "
                 f"{routing.routed_scaling_factor:g}, so the router gets no gradient from the "
@@ -148,7 +155,7 @@ class MoELayer(nn.Module):
             )
 
     @property
-    def resolution(self) -> Any:
+    def resolution(self) -> Resolution:
         return self.experts.resolution
 
     @property
@@ -254,6 +261,11 @@ class MoELayer(nn.Module):
                 choice = through_tapes(choice, made.topk_ids)
                 routing = made if choice is None else self.router.reweight(made, choice)
         if mask is not None and routing.topk_ids is not None:
+            if routing.topk_ids.shape[:1] != mask.shape:
+                raise InputError(
+                    f"routing.topk_ids must have {len(mask)} rows like hidden_states, not shape "
+                    f"{tuple(routing.topk_ids.shape)}"
+                )
             own = routing.token_mask
             routing = replace(
                 routing,

@@ -38,6 +38,21 @@ class Range:
     max: int | None = None
     multiple_of: int = 1
 
+    def __post_init__(self) -> None:
+        faults = [
+            Fault(name, value, f"must be an integer of at least {least}")
+            for name, value, least in (
+                ("min", self.min, 0),
+                ("max", self.min if self.max is None else self.max, 0),
+                ("multiple_of", self.multiple_of, 1),
+            )
+            if not _whole(value) or value < least
+        ]
+        if not faults and self.max is not None and self.max < self.min:
+            faults.append(Fault("max", self.max, f"is below min={self.min}"))
+        if faults:
+            raise ConfigError(faults)
+
     def __contains__(self, value: object) -> bool:
         if not isinstance(value, int):
             return False
@@ -52,6 +67,10 @@ class Range:
             return str(self.min)
         end = f"{self.min} or more" if self.max is None else f"{self.min} to {self.max}"
         return end if self.multiple_of == 1 else f"{end}, a multiple of {self.multiple_of}"
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 ANY = Range(min=1)
@@ -177,6 +196,27 @@ class Offer:
     compile: bool = False
     cuda_graph: bool = False
 
+    def __post_init__(self) -> None:
+        asked = {f.name: type(f.default).__name__ for f in fields(Request)}
+        faults: list[Fault] = []
+        for f in fields(self):
+            value: object = getattr(self, f.name)
+            kind = "int" if asked[f.name] == "NoneType" else asked[f.name]
+            if isinstance(f.default, bool):
+                good, said = isinstance(value, bool), "true or false"
+            else:
+                said = f"a list of {kind}" + (" or a range" if kind == "int" else "")
+                good = (value is None and f.default is None) or (
+                    all(type(v).__name__ == kind for v in cast("tuple[object, ...]", value))
+                    if isinstance(value, tuple)
+                    else kind == "int" and isinstance(value, Range)
+                )
+            if not good:
+                shown = repr(cast("object", value))
+                faults.append(Fault(f"offer.{f.name}", shown, f"must be {said}"))
+        if faults:
+            raise ConfigError(faults)
+
 
 _EVERYWHERE = ("device", "dtype", "autograd", "compile", "cuda_graph")
 _TRANSPORT = (
@@ -230,7 +270,9 @@ class Part:
     preference: int = 0
 
     def __post_init__(self) -> None:
-        faults: list[Fault] = []
+        faults = _shape_faults(self)
+        if faults:  # the checks below take the shapes for granted
+            raise ConfigError(faults)
         if self.role not in ROLES:
             faults.append(Fault("role", self.role, f"must be one of {', '.join(ROLES)}"))
         if ":" not in self.target:
@@ -322,6 +364,36 @@ def check_api(name: str, distribution: str, api: str) -> None:
         raise BackendVersionError(name, distribution, api, API)
 
 
+def _shape_faults(part: Part) -> list[Fault]:
+    """What isn't the kind of value that a part's field holds."""
+    faults: list[Fault] = []
+
+    def must(name: str, good: bool, kind: str) -> None:
+        if not good:
+            faults.append(Fault(name, repr(getattr(part, name)), f"must be {kind}"))
+
+    def strings(values: object) -> bool:
+        return isinstance(values, tuple) and all(
+            isinstance(v, str) for v in cast("tuple[Any, ...]", values)
+        )
+
+    for name in ("role", "target", "mode"):
+        must(name, isinstance(getattr(part, name), str), "a string")
+    for name in ("takes", "gives", "pays", "may_pay", "needs"):
+        must(name, strings(getattr(part, name)), "a list of strings")
+    check: Any = part.check
+    must("check", check is None or (isinstance(check, str) and ":" in check), "'module:function'")
+    must("preference", _whole(part.preference), "an integer")
+    must("offer", isinstance(cast("Any", part.offer), Offer), "an object")
+    options = cast("Any", part.options)
+    named = isinstance(options, Mapping) and all(
+        isinstance(k, str) and strings(v) and v
+        for k, v in cast("Mapping[Any, Any]", options).items()
+    )
+    must("options", named, "an object of lists of strings, the default first")
+    return faults
+
+
 def _part(data: Any) -> Part:
     if isinstance(data, Part):
         return data
@@ -338,8 +410,11 @@ def _part(data: Any) -> Part:
     }
     if "offer" in values:
         values["offer"] = _offer(values["offer"])
-    if "options" in values:
-        values["options"] = {k: tuple(v) for k, v in values["options"].items()}
+    if isinstance(values.get("options"), Mapping):
+        values["options"] = {
+            k: tuple(cast("list[Any]", v)) if isinstance(v, list) else v
+            for k, v in cast("Mapping[str, Any]", values["options"]).items()
+        }
     return Part(**values)
 
 
@@ -349,18 +424,28 @@ def _offer(data: Any) -> Offer:
     if not isinstance(data, Mapping):
         raise ConfigError([Fault("offer", repr(data), "must be an object")])
     offer = cast("Mapping[str, Any]", data)
-    faults = check_keys("offer", offer, [f.name for f in fields(Offer)])
+    known = [f.name for f in fields(Offer)]
+    faults = check_keys("offer", offer, known)
     values: dict[str, Any] = {}
     for key, value in offer.items():
         if isinstance(value, Mapping):
             bounds = cast("Mapping[str, Any]", value)
-            faults += check_keys(f"offer.{key}", bounds, ("min", "max", "multiple_of"))
-            value = Range(**bounds) if not faults else ANY
+            wrong = check_keys(f"offer.{key}", bounds, ("min", "max", "multiple_of"))
+            try:
+                value = Range(**bounds) if not wrong else ANY
+            except ConfigError as error:
+                wrong = [Fault(f"offer.{key}.{f.field}", f.value, f.message) for f in error.faults]
+            faults += wrong
+            if wrong:
+                continue
         elif isinstance(value, list):
             value = tuple(cast("list[Any]", value))
-        elif not isinstance(value, bool | Range | tuple):
-            faults.append(Fault(f"offer.{key}", value, "must be a list, a range or true/false"))
         values[key] = value
+    try:
+        offered = Offer(**{k: v for k, v in values.items() if k in known})
+    except ConfigError as error:
+        faults += error.faults
+        raise ConfigError(faults) from None
     if faults:
         raise ConfigError(faults)
-    return Offer(**values)
+    return offered

@@ -167,8 +167,9 @@ class Pipeline:
 
     def report_fault(self, error: Exception) -> None:
         """Tell the ranks that wait in this step's exchange; on one rank there are none."""
-        if self.transport is not None:
-            self.transport.report_fault(str(error))
+        part = self.fused if self.fused is not None else self.transport
+        if part is not None:
+            part.report_fault(str(error))
 
     def forward(
         self,

@@ -38,8 +38,8 @@ IN_PROCESS = "in-process"
 _LATER = f"install a later version of moe-core; {__version__} doesn't have it yet"
 _INCOMPLETE = "install moe-core itself (pip install -e . in a checkout), its metadata is missing"
 KNOWN_BACKENDS = {
-    **dict.fromkeys(("deepep", "fused", "nccl", "triton"), _LATER),
-    **dict.fromkeys(("reference", "torch"), _INCOMPLETE),
+    **dict.fromkeys(("deepep", "fused", "triton"), _LATER),
+    **dict.fromkeys(("nccl", "reference", "torch"), _INCOMPLETE),
 }
 """Names that people ask for and what to do where nothing installed provides them."""
 
@@ -99,6 +99,7 @@ class _State:
     pid: int
     in_process: dict[str, _Entry]
     entries: list[_Entry] | None = None
+    generation: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -115,6 +116,12 @@ def _current() -> _State:
 def refresh() -> None:
     """Forget what was discovered, for backends installed since. In-process ones stay."""
     _current().entries = None
+    _current().generation += 1
+
+
+def generation() -> int:
+    """Another number after every change to what is registered, for caches of what was chosen."""
+    return _current().generation
 
 
 def get(name: str, distribution: str | None = None) -> RegisteredBackend:
@@ -210,6 +217,7 @@ def register_backend(
             error.add_note("register_backend(..., replace=True) takes the name over")
             raise error
         state.in_process[built.name] = _Entry(built.name, IN_PROCESS, "", "", loaded=built)
+        state.generation += 1
     return RegisteredBackend(built, IN_PROCESS, "", "")
 
 
@@ -219,6 +227,7 @@ def unregister_backend(name: str) -> None:
     with state.lock:
         if state.in_process.pop(name, None) is None:
             raise UnknownBackendError(f"{IN_PROCESS}:{name}", sorted(state.in_process))
+        state.generation += 1
 
 
 def _claims(state: _State, name: str, distribution: str | None) -> list[_Entry]:

@@ -90,7 +90,7 @@ BROKEN = {
     "type": ("BACKEND = 5", "manifest='int': must be a mapping"),
     "name": (manifest("nome"), "name='nome': its entry point is called 'bad'"),
     "needs": (manifest("bad", parts=[{**PART, "needs": ["x~=1"]}]), "needs='x~=1': must look like"),
-    "build": (manifest("bad", parts=[{**PART, "options": 3}]), "AttributeError: 'int' object"),
+    "build": (manifest("bad", parts=[{**PART, "options": 3}]), "parts[0].options"),
     "faults": (
         manifest("bad", part=[], parts=[{**PART, "role": "runer"}]),
         "part=[]: unknown key (did you mean 'parts'?); parts[0].role='runer': must be one of",

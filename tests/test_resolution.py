@@ -10,7 +10,7 @@ import pytest
 from moe_core import ConfigError, MoEConfig, ParallelConfig, RouterConfig, resolve
 from moe_core.capabilities import Candidate, Path, Refusal, find_path, part_refusals
 from moe_core.manifest import Backend, BackendVersionError, Offer, Part, Range, Request
-from moe_core.registry import register_backend, unregister_backend
+from moe_core.registry import get, register_backend, unregister_backend
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_experts": 4, "top_k": 2}
 CONFIG = MoEConfig(**SIZES)
@@ -150,8 +150,9 @@ def test_a_runner_first_in_a_pair_is_refused(install) -> None:
     )
 
 
-def candidate(**part: Any) -> Candidate:
-    return Candidate(Backend(name="x", parts=(Part(**part),)), Part(**part), "d", "1")
+def candidate(**fields: Any) -> Candidate:
+    part = Part(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    return Candidate(Backend(name="x", parts=(part,)), part, "d", "1")
 
 
 def test_layouts_that_do_not_meet_are_refused_by_name() -> None:
@@ -283,3 +284,39 @@ def test_manifests_are_checked_as_a_whole() -> None:
 def test_the_api_is_read_before_anything_else(api: str) -> None:
     with pytest.raises(BackendVersionError):
         Backend.from_dict({"name": "x", "api": api, "a_key_from_the_future": 1})
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"offer": {"hidden_size": {"min": "8"}}}, "offer.hidden_size.min"),
+        ({"offer": {"hidden_size": {"multiple_of": 0}}}, "offer.hidden_size.multiple_of"),
+        ({"offer": {"hidden_size": {"min": 4, "max": 2}}}, "offer.hidden_size.max"),
+        ({"offer": {"dtype": True}}, "offer.dtype"),
+        ({"offer": {"dtype": "float32"}}, "offer.dtype"),
+        ({"offer": {"dtype": [32]}}, "offer.dtype"),
+        ({"offer": {"bias": ["yes"]}}, "offer.bias"),
+        ({"offer": {"gated": [1]}}, "offer.gated"),
+        ({"offer": []}, "offer"),
+        ({"preference": "high"}, "preference"),
+        ({"takes": "expert_contiguous"}, "takes"),
+        ({"options": {"gemm": "auto"}}, "options"),
+        ({"options": {"gemm": []}}, "options"),
+        ({"check": "nowhere"}, "check"),
+        ({"needs": [1]}, "needs"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_faults_of_the_manifest(
+    part: dict[str, Any], field: str
+) -> None:
+    """They would else come up as errors of whatever compares them, for every layer there is."""
+    data = {"name": "x", "api": "1.0", "parts": [RUNNER | part]}
+    with pytest.raises(ConfigError) as error:
+        Backend.from_dict(data)
+    assert f"parts[0].{field}" in {f.field for f in error.value.faults}
+
+
+def test_a_backend_is_json_there_and_back() -> None:
+    for name in ("torch", "nccl", "reference"):
+        backend = get(name).backend
+        assert Backend.from_dict(json.loads(json.dumps(backend.to_dict()))) == backend
