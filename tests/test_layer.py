@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import moe_core
+import moe_core.functional
+import moe_core.registry
 from moe_core import (
     Activation,
     ConfigError,
@@ -555,3 +557,65 @@ def test_describe_is_json_and_shows_what_is_in_effect() -> None:
     assert described["parts"]["runner"] == "torch.runner"
     assert not layer("torch").stats()["invalid_ids"]
     assert moe_core.MoELayer is MoELayer
+
+
+def test_parameters_put_in_place_by_assignment_are_followed() -> None:
+    model = MoELayer(config(), device="meta")
+    state = layer(dtype="float32").state_dict()
+    model.load_state_dict(state, assign=True)
+    assert model.config.dtype == "float32"
+    assert model.experts.counts.dropped_slots.device.type == "cpu"
+    x = tokens(3).float()
+    assert torch.equal(model(x), layer(dtype="float32")(x))
+
+
+def test_the_config_is_that_of_the_layer_as_it_is() -> None:
+    model = layer()
+    before = model.describe()["weight_bytes"]
+    model.bfloat16()
+    assert model.config.dtype == model.experts.config.dtype == "bfloat16"
+    after = model.describe()["weight_bytes"]
+    assert after.keys() == before.keys()
+    assert sum(after.values()) < sum(before.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_three_stages_ignore_autocast_like_the_whole(backend: str) -> None:
+    experts = layer(backend, dtype="float32").experts
+    x, ids, weights = tokens(4).float(), torch.tensor([[0, 1, 2]] * 4), torch.rand(4, 3)
+    expected = experts(x, ids, weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        record, handle = experts.dispatch(x, ids, weights)
+        assert torch.equal(experts.combine(experts.run(record), handle), expected)
+
+
+def test_a_given_routing_is_checked_with_a_mask_as_without() -> None:
+    model, x = layer(), tokens(4)
+    routing = model.router(tokens(5))
+    for mask in (None, torch.ones(4, dtype=torch.bool)):
+        with pytest.raises(InputError, match="topk_ids must have"):
+            model(x, token_mask=mask, routing=routing)
+    with pytest.raises(InputError, match="int32 or int64"):
+        model.experts(x, torch.zeros(4, 3, dtype=torch.complex128), torch.ones(4, 3))
+
+
+def test_a_callers_router_stays_the_callers() -> None:
+    own = TopKRouter(config())
+    MoELayer(config(), router=own, inference=True)
+    assert own.weight.requires_grad
+    MoELayer(config(top_k=1), router=lambda x, ids: None)  # no warning: what it does is unknown
+
+
+def test_moe_forward_sees_what_is_registered_later() -> None:
+    w13, w2 = torch.randn(2, 8, 4), torch.randn(2, 4, 4)
+    args = (torch.randn(1, 4), torch.tensor([[0]]), torch.ones(1, 1), w13, w2)
+    before = moe_forward(*args, backend="torch")
+    manifest = moe_core.registry.get("reference").backend.to_dict() | {"name": "torch"}
+    register_backend(manifest, replace=True)
+    try:
+        pipeline = moe_core.functional._cached_pipeline
+        misses = pipeline.cache_info().misses
+        torch.testing.assert_close(moe_forward(*args, backend="torch"), before)
+        assert pipeline.cache_info().misses == misses + 1
+    finally:
+        unregister_backend("torch")
