@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_core.activation import sum_dtype
 from moe_core.contracts import IdSpace
 from moe_core.errors import InputError
 from moe_core.layouts import ExpertContiguous, SlotList, SlotMajor
@@ -69,10 +70,10 @@ class Permute:
         tokens = torch.where(row_slots < 0, -1, row_slots // top_k)
         weights = record.topk_weights.reshape(-1, 1)
         permuted = ExpertContiguous(
-            rows=_gather(record.rows, tokens, state.slot_rows),
+            rows=gather(record.rows, tokens, state.slot_rows),
             tokens_per_expert=starts.diff(),
             expert_starts=starts,
-            row_weights=_gather(weights, row_slots, slot_rows.unsqueeze(1)).squeeze(1),
+            row_weights=gather(weights, row_slots, slot_rows.unsqueeze(1)).squeeze(1),
             paid=record.paid,
         )
         return permuted, state
@@ -80,7 +81,7 @@ class Permute:
     def back(self, record: ExpertContiguous, state: PermuteState) -> SlotMajor:
         """``rows [N * K, H]`` → ``rows [N, K, H]``, zeros in invalid slots."""
         num_tokens, top_k = state.slot_rows.shape
-        rows = _gather(record.rows, state.slot_rows.reshape(-1), state.row_slots.unsqueeze(1))
+        rows = gather(record.rows, state.slot_rows.reshape(-1), state.row_slots.unsqueeze(1))
         return SlotMajor(rows=rows.view(num_tokens, top_k, rows.shape[1]), paid=record.paid)
 
 
@@ -96,23 +97,28 @@ class PermuteReceived(Permute):
         source = flat[listed[: record.rows.shape[0]]]
         users = torch.where(state.row_slots < 0, -1, places[state.row_slots.clamp(min=0)])
         return SlotList(
-            rows=_gather(record.rows, source, users.unsqueeze(1)),
+            rows=gather(record.rows, source, users.unsqueeze(1)),
             slot_index=places.view_as(state.slot_rows),
             paid=record.paid,
         )
 
 
-def _gather(rows: Tensor, index: Tensor, users: Tensor) -> Tensor:
+def gather(rows: Tensor, index: Tensor, users: Tensor) -> Tensor:
     """``out[j] = rows[index[j]]``, zeros where ``index[j]`` is -1.
 
     ``rows [n, H]``, ``index [m]``; ``users [n, k]`` lists the j's that read each row, padded with
-    -1: the backward gathers and sums them, where an ``index_add`` would use atomics and round in
-    between. What the gradient holds elsewhere is never read.
+    -1: the backward gathers and sums them in float32 (float64), in the order listed, and rounds
+    once, where an ``index_add`` would use atomics and round in between. What the gradient holds
+    elsewhere is never read.
     """
     return _Gather.apply(rows, index, users)  # pyright: ignore[reportReturnType]
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
+    if not rows.shape[0]:  # nothing to pick from, and every index is -1
+        return rows.new_zeros(index.shape[0], rows.shape[1])
+    if not rows.shape[0]:  # nothing to take from, and every index is -1
+        return rows.new_zeros(index.shape[0], rows.shape[1])
     taken = rows.index_select(0, index.clamp(min=0))
     return torch.where((index < 0).unsqueeze(1), 0, taken)
 
@@ -127,4 +133,5 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (users,) = ctx.saved_tensors
         used = _take(grads[0], users.reshape(-1))
-        return used.view(*users.shape, used.shape[1]).sum(1), None, None
+        total = used.view(*users.shape, used.shape[1]).sum(1, dtype=sum_dtype(used.dtype))
+        return total.to(used.dtype), None, None

@@ -6,7 +6,7 @@ rank where rows are replicated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ class Job:
 
     spec: str
     config: MoEConfig
-    parallel: ParallelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     tokens: tuple[int, ...] = (5,)
     ids: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     device: str = "cpu"
