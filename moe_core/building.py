@@ -52,6 +52,14 @@ def plan_layer(
     ``placement`` None: contiguous. ``shared_slots``: per rank, added to it.
     """
     asked = placement or Placement(config.num_experts, parallel.ep_size)
+    faults = _placement_faults(asked, config, parallel, shared_slots, wants)
+    if policy == "adjust" and (placement is not None or shared_slots):
+        message = (
+            "could change the widths, and these slots are placed for the widths asked for: set "
+            "policy=strict, which says what widths to ask for"
+        )
+        faults.append(Fault("policy", policy, message))
+        policy = "strict"  # so that it is said here
     error: MoEError | None = None
     resolution: Resolution | None = None
     try:
@@ -63,16 +71,10 @@ def plan_layer(
             mesh=mesh,
             max_tokens_per_rank=max_tokens_per_rank,
             policy=policy,
-            faults=_placement_faults(asked, config, parallel, shared_slots, wants),
-            num_physical_slots=replace(asked, shared_slots=shared_slots).num_physical_slots,
+            faults=faults,
+            num_routed_ids=replace(asked, shared_slots=0).num_physical_slots,
             **wants,
         )
-        if resolution.adjustments and (placement is not None or shared_slots):
-            message = (
-                "would change the widths that the slots are placed for: ask for "
-                f"{resolution.parallel} itself, or for policy=strict"
-            )
-            raise ConfigError([Fault("policy", policy, message)])
         parallel = resolution.parallel  # policy "adjust" may have changed the widths
     except MoEError as raised:
         error = raised

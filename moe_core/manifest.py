@@ -106,8 +106,8 @@ class Request:
     ``router`` is ``"topk"``, ``"hash"``, ``"custom"`` (the caller's own) or ``"none"`` (the caller
     routes; ``Experts`` alone). ``routing_ids`` is False where the kernel itself is to route, and
     ``capacity`` True where it has to drop as well: the layer does it before any other part.
-    ``num_experts``: ids that the parts see, one per physical slot (``moe_core.placement``);
-    ``top_k``: how many of them a token has, the routing width.
+    ``num_experts``: ids that parts see, one per routed slot or hole (``moe_core.placement``; shared
+    slots come on top); ``top_k``: how many slots a token goes to, the routing width.
     ``limit`` is ``"none"`` or the clamp's form. ``quant`` is ``"none"`` or a name.
     ``dispatch_dtype``/``combine_dtype``: what rows travel in. ``uneven_experts``: the ranks of the
     ep group don't all hold equally many. ``max_tokens_per_rank``: the largest T, None = not known.

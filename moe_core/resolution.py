@@ -187,11 +187,11 @@ def make_request(
     autograd: bool = True,
     compile: bool = False,
     cuda_graph: bool = False,
-    num_physical_slots: int | None = None,
+    num_routed_ids: int | None = None,
 ) -> Request:
     """``device`` is a type (``"cpu"``, ``"cuda"``); an index after it is dropped."""
     act, routing = config.activation, config.router
-    num_slots = num_physical_slots or config.num_experts
+    num_ids = num_routed_ids or config.num_experts
     return Request(
         device=str(device).partition(":")[0],
         dtype=dtype_name(config.dtype),
@@ -215,10 +215,10 @@ def make_request(
         combine_dtype=config.combine_dtype
         or ("float64" if config.dtype == "float64" else "float32"),
         rows=parallel.rows,
-        uneven_experts=num_slots % parallel.ep_size != 0,
+        uneven_experts=num_ids % parallel.ep_size != 0,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        num_experts=num_slots,
+        num_experts=num_ids,
         top_k=config.routing_width,
         ep_size=parallel.ep_size,
         tp_size=parallel.tp_size,
@@ -243,14 +243,15 @@ def resolve(
     autograd: bool = True,
     compile: bool = False,
     cuda_graph: bool = False,
-    num_physical_slots: int | None = None,
+    num_routed_ids: int | None = None,
     policy: str = "strict",
 ) -> Resolution:
     """What would run this layer. Precedence: argument > config > ``MOE_BACKEND`` > auto.
 
-    ``router`` is ``"custom"`` or ``"none"`` where the caller routes. ``num_physical_slots``: how
-    many ids a ``Placement`` has, where that isn't one per expert. ``policy``: ``"strict"``
-    refuses widths that a part hasn't, ``"adjust"`` may change them as the rules say and reports it;
+    ``router`` is ``"custom"`` or ``"none"`` where the caller routes. ``num_routed_ids``: how many
+    a ``Placement`` has, shared slots aside, where that isn't one per expert.
+    ``policy``: ``"strict"`` refuses widths that a part hasn't, ``"adjust"`` may change them as the
+    rules say and reports it;
     a part that serves unchanged is then preferred. Raises ``ConfigError`` for a
     spec that can't be read, ``UnknownBackendError``, ``BackendConflictError``,
     ``BackendLoadError`` or ``BackendVersionError`` for the one backend that was named; in a list
@@ -272,7 +273,7 @@ def resolve(
         autograd=autograd,
         compile=compile,
         cuda_graph=cuda_graph,
-        num_physical_slots=num_physical_slots,
+        num_routed_ids=num_routed_ids,
     )
     spec = parse_spec(text)
     found = _try_all(spec, request, policy)

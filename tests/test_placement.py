@@ -244,10 +244,13 @@ def test_what_is_described_has_three_words() -> None:
         num_experts=4, top_k=2, num_shared_experts=1, shared_placement="slots", **SCALED
     )
     placement = Placement(4, 1, (0, 1, 2, 3, 3))
-    described = MoELayer(config, placement=placement, inference=True).describe()
+    layer = MoELayer(config, placement=placement, inference=True)
+    described = layer.describe()
     assert json.loads(json.dumps(described)) == described
     words = ("num_experts", "num_physical_slots", "num_local_slots", "routing_width")
     assert [described[word] for word in words] == [4, 6, 6, 3]
+    request = layer.resolution.request  # what parts are asked whether they can
+    assert (request.num_experts, request.top_k) == (5, 3)
 
 
 # On several ranks.
@@ -262,7 +265,7 @@ def scaled_on_ranks(
     rows: str,
     num_experts: int,
     ids: list[list[int]],
-    placement: Placement,
+    placement: Placement | None,
 ) -> tuple[list[list[float]], int]:
     """Rows of ones through the scaled identities; also how many (token, slot) were computed."""
     config = MoEConfig(num_experts=num_experts, top_k=len(ids[0]), **SCALED)
@@ -315,50 +318,68 @@ class DividingTransport(AllToAllTransport):
         return torch.where(ids < 0, -1, ids // each), torch.where(ids < 0, -1, ids % each)
 
 
-def on_a_dividing_kernel(placement: Placement | None) -> list[list[float]]:
-    register_backend(
+DIVIDING = {
+    "name": "dividing",
+    "api": "1.0",
+    "parts": [
         {
-            "name": "dividing",
-            "api": "1.0",
-            "parts": [
-                {
-                    "role": "transport",
-                    "target": f"{__name__}:DividingTransport",
-                    "offer": {
-                        "dtype": ["float64"],
-                        "ep_size": {"min": 1},
-                        "autograd": True,
-                        "dispatch_dtype": ["float64"],
-                        "combine_dtype": ["float64"],
-                    },
-                    "gives": ["rank_grouped"],
-                    "takes": ["slot_list"],
-                    "pays": ["slot_sum", "rank_sum", "tp_sum"],
-                    "may_pay": ["weight"],
-                }
-            ],
+            "role": "transport",
+            "target": f"{__name__}:DividingTransport",
+            "offer": {
+                "dtype": ["float64"],
+                "ep_size": {"min": 1},
+                "autograd": True,
+                "dispatch_dtype": ["float64"],
+                "combine_dtype": ["float64"],
+            },
+            "gives": ["rank_grouped"],
+            "takes": ["slot_list"],
+            "pays": ["slot_sum", "rank_sum", "tp_sum"],
+            "may_pay": ["weight"],
         }
-    )
+    ],
+}
+
+
+def on_a_dividing_kernel(placement: Placement | None) -> list[list[float]] | str:
+    register_backend(DIVIDING)
     try:
         ids = [[0], [1], [2], [3], [4]]
-        return scaled_on_ranks("dividing+torch", 2, 1, "distinct", 5, ids, placement)[0]  # pyright: ignore
+        return scaled_on_ranks("dividing+torch", 2, 1, "distinct", 5, ids, placement)[0]
+    except ConfigError as error:
+        return str(error)
     finally:
         unregister_backend("dividing")
 
 
-def refused_by_a_dividing_kernel() -> str:
-    try:
-        on_a_dividing_kernel(None)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def test_holes_serve_a_kernel_that_divides() -> None:
-    for text in ranks(2).run(refused_by_a_dividing_kernel):
+    for text in ranks(2).run(on_a_dividing_kernel, None):
         assert "num_experts=5 over ep_size=2 leaves 1 over" in text
     for rows in ranks(2).run(on_a_dividing_kernel, Placement(5, 2, holes=True)):
         assert rows == [[factor] * 4 for factor in (1, 2, 3, 4, 5)]
+
+
+def adjusted(shared_placement: str, placement: Placement | None) -> str:
+    """The kernel cuts no experts: under policy adjust ep = 1, tp = 2 becomes ep = 2, tp = 1."""
+    shared = {"num_shared_experts": 1, "shared_placement": shared_placement}
+    config = MoEConfig(num_experts=4, top_k=2, **shared, **SCALED)
+    parallel = ParallelConfig(tp_size=2)
+    register_backend(DIVIDING)
+    try:
+        layer = MoELayer(config, parallel, "dividing+torch", policy="adjust", placement=placement)
+        return str(layer.experts.placement.ep_size)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        unregister_backend("dividing")
+
+
+def test_slots_keep_the_widths_they_are_placed_for() -> None:
+    assert ranks(2).run(adjusted, "apart", None) == ["2", "2"]
+    for how in (("slots", None), ("apart", Placement(4, 1, (1, 0, 2, 3)))):
+        for text in ranks(2).run(adjusted, *how):
+            assert "policy='adjust': could change the widths" in text
+            assert "set ep_size=2, tp_size=1" in text
 
 
 def build_with(placements: list[Placement]) -> str:

@@ -146,7 +146,11 @@ def test_apart_and_slots_are_the_definition(changes: dict[str, Any]) -> None:
     state = apart.state_dict()
     assert list(state) == list(slots.state_dict())
     assert all(torch.equal(state[k], v) for k, v in slots.state_dict().items())  # same seed
-    shared = {n: state[f"shared_experts.{n}"] for n in ("w13", "w2")}
+    shared = {n: torch.randn_like(state[f"shared_experts.{n}"]) for n in ("w13", "w2")}
+    for model in (apart, slots):
+        model.load_shared_weights(**shared)
+        kept = model.state_dict()
+        assert all(torch.equal(kept[f"shared_experts.{n}"], w) for n, w in shared.items())
     routed = layer(replace(apart.config, num_shared_experts=0))
     expected = routed(x) + by_definition(x, shared, apart.config)
     close(apart(x), expected)
@@ -320,7 +324,6 @@ def step(
         "y": y.detach(),
         "x": x.grad,
         "shared": shared,
-        "sent": seen.payload_bytes,
         "collectives": seen.collectives,
         "place": (groups.dp_rank, groups.ep_rank, groups.tp_rank),
     }
@@ -368,13 +371,22 @@ def test_slots_with_replicated_rows_split_the_tokens() -> None:
         close(got["shared"]["w2"], w2.view(12, 2, 8).transpose(0, 1))
 
 
+def only_shared(config: MoEConfig) -> tuple[Tensor, list[list[int]], list[list[int]]]:
+    spec, x = "nccl[mode=all_to_all]+torch", tokens(3)
+    model = layer(config, ParallelConfig(ep_size=dist.get_world_size()), spec)
+    nobody = Routing(torch.full((3, 2), -1), torch.zeros(3, 2))
+    with trace() as seen:
+        y = model(x, routing=nobody)
+    return y.detach(), seen.calls[0].combine_bytes, seen.payload_bytes
+
+
 def test_slots_never_travel() -> None:
-    parallel, spec = ParallelConfig(ep_size=4), "nccl[mode=all_to_all]+torch"
-    apart, slots = (
-        ranks(4).run(step, replace(CONFIG, **p), parallel, spec) for p in (APART, SLOTS)
-    )
-    assert [g["sent"] for g in slots] == [g["sent"] for g in apart]
-    assert any(any(row) for got in apart for row in got["sent"])
+    apart = layer(CONFIG).shared_experts
+    assert apart is not None
+    expected = apart(tokens(3))
+    for y, home, out in ranks(4).run(only_shared, replace(CONFIG, **SLOTS)):
+        close(y, expected)
+        assert not any(any(row) for row in (*home, *out))
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(1, 2), (2, 2)])
