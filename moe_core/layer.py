@@ -134,7 +134,7 @@ class MoELayer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
         super()._apply(fn, recurse)
         if self.shared_experts is not None:  # built on meta it had no group
-            self.shared_experts.tp_group = self.experts.groups.tp
+            self.shared_experts.groups = self.experts.groups
         return self
 
     @property

@@ -8,16 +8,17 @@ config's ``w13_layout`` (``[SW, H]`` without a gate), ``w2 [H, SW]`` and, with `
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_core import tracing
 from moe_core.activation import activate, sum_dtype
+from moe_core.collectives import enter, leave, sum_over, sum_widely
 from moe_core.errors import InputError, MoEError
 from moe_core.groups import LOCAL, Groups
 from moe_core.placement import w13_blocks
@@ -48,7 +49,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.config = config
         self.tp_size = tp_size if config.shared_tp else 1
-        self.tp_rank, self.tp_group = groups.tp_rank, groups.tp
+        self.groups = groups
 
         def parameter(*shape: int) -> nn.Parameter:
             data = torch.empty(shape, dtype=getattr(torch, config.dtype), device=device)
@@ -69,7 +70,7 @@ class SharedExperts(nn.Module):
         """Copies this rank's part of the canonical whole. Raises ``InputError`` for shapes."""
         check_shapes(self.config, w13, w2, gate)
         w13, w2 = cut_slots(
-            self.config, w13, w2, self.tp_rank if self.tp_size > 1 else 0, self.tp_size
+            self.config, w13, w2, self.groups.tp_rank if self.tp_size > 1 else 0, self.tp_size
         )
         with torch.no_grad():
             self.w13.copy_(w13_from_slots(self.config, w13))
@@ -79,16 +80,16 @@ class SharedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[T, H]`` → ``[T, H]``, complete on every tp rank."""
-        if self.tp_size > 1 and self.tp_group is None:
+        if self.tp_size > 1 and self.groups.tp is None:
             raise MoEError("these shared experts are cut over tp, and there is no tp group yet")
         dtype, act = sum_dtype(hidden_states.dtype), self.config.activation
-        rows = hidden_states
+        rows, tp = hidden_states, () if self.groups.tp is None else (self.groups.tp,)
         if self.tp_size > 1:
-            rows = _EnterTp.apply(rows, self.tp_group)
+            (rows,) = enter(functools.partial(sum_over, groups=tp), rows)
         h = activate(F.linear(rows, self.w13), act, self.config.w13_layout)
         out = F.linear(h, self.w2)
         if self.tp_size > 1:
-            out = _SumOverTp.apply(out.to(dtype), self.tp_group)
+            out = leave(functools.partial(_traced_sum, groups=tp), out.to(dtype))
         if self.gate is not None:
             logit = F.linear(hidden_states.to(dtype), self.gate.to(dtype))
             out = out.to(dtype) * torch.sigmoid(logit)
@@ -124,7 +125,7 @@ def check_shapes(config: MoEConfig, w13: Tensor, w2: Tensor, gate: Tensor | None
         raise InputError("; ".join(faults))
 
 
-def _halves(config: MoEConfig) -> bool:
+def has_halves(config: MoEConfig) -> bool:
     """Whether gate rows and up rows are two blocks of ``w13``."""
     return config.activation.gated and config.w13_layout != "interleaved"
 
@@ -132,7 +133,7 @@ def _halves(config: MoEConfig) -> bool:
 def w13_as_slots(config: MoEConfig, w13: Tensor) -> Tensor:
     """``[2SW, H]`` → ``[S, 2W, H]``: one expert after the other. A view for S = 1."""
     count, hidden = config.num_shared_experts, w13.shape[1]
-    if _halves(config):
+    if has_halves(config):
         w13 = w13.reshape(2, count, -1, hidden).transpose(0, 1)
     return w13.reshape(count, -1, hidden)
 
@@ -140,7 +141,7 @@ def w13_as_slots(config: MoEConfig, w13: Tensor) -> Tensor:
 def w13_from_slots(config: MoEConfig, w13: Tensor) -> Tensor:
     """``[S, 2W, H]`` → ``[2SW, H]``."""
     count, _, hidden = w13.shape
-    if _halves(config):
+    if has_halves(config):
         w13 = w13.reshape(count, 2, -1, hidden).transpose(0, 1)
     return w13.reshape(-1, hidden)
 
@@ -153,6 +154,16 @@ def w2_as_slots(config: MoEConfig, w2: Tensor) -> Tensor:
 def w2_from_slots(w2: Tensor) -> Tensor:
     """``[S, H, W]`` → ``[H, SW]``."""
     return w2.transpose(0, 1).reshape(w2.shape[1], -1)
+
+
+def each_expert(config: MoEConfig, name: str, weight: Tensor) -> list[Tensor]:
+    """Each shared expert's part of canonical ``w13`` or ``w2``, as views: ``w13 [2, W, H]`` where
+    gate and up are blocks, else ``[2W, H]`` (``[W, H]``); ``w2 [H, W]``."""
+    count, blocks = config.num_shared_experts, has_halves(config)
+    if name == "w2":
+        return list(weight.unflatten(1, (count, -1)).unbind(1))
+    shape = (2, count, -1) if blocks else (count, -1)
+    return list(weight.unflatten(0, shape).unbind(1 if blocks else 0))
 
 
 def cut_slots(
@@ -224,7 +235,8 @@ def _merge_state(
 
 class SumSharedSlots(torch.autograd.Function):
     """Weights ``[slots, ...]`` of which those from ``first`` on are alike on all ep ranks: the
-    gradient of these is summed over the ranks. (It costs a copy of the whole gradient.)"""
+    gradient of these is summed over the ranks, in float32 (float64). (It costs a copy of the whole
+    gradient.)"""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, first: int, group: Any) -> Tensor:
@@ -234,37 +246,13 @@ class SumSharedSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad[ctx.first :], group=ctx.group)
+        slots = grad[ctx.first :]
+        slots.copy_(sum_widely(slots, lambda t: sum_over(t, (ctx.group,))))
         return grad, None, None
 
 
-class _EnterTp(torch.autograd.Function):
-    """Rows that all tp ranks hold; each computes a part, so their gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0].to(sum_dtype(grads[0].dtype), copy=True).contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad.to(grads[0].dtype), None
-
-
-class _SumOverTp(torch.autograd.Function):
-    """The parts summed, on all tp ranks; the gradient of each part is the sum's."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        call = tracing.current()
-        if call is not None:
-            call.collectives.append("shared.reduce")
-        total = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return grads[0], None
+def _traced_sum(part: Tensor, groups: tuple[Any, ...]) -> Tensor:
+    call = tracing.current()
+    if call is not None:
+        call.collectives.append("shared.reduce")
+    return sum_over(part, groups)

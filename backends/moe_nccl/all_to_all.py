@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_core.contracts import ExchangePlan, Handle, Pending
+from moe_core.convert import gather
 from moe_core.errors import MoEError
 from moe_core.layouts import RankGrouped, Record, SlotList
 from moe_core.local import check_weight_is_paid_once, sum_indexed
@@ -67,10 +68,11 @@ class AllToAllTransport(DistributedTransport[AllToAllPlan]):
         token, to_rank = pairs % max(num_tokens, 1), pairs // max(num_tokens, 1)
         there = rank_of[token] == to_rank[:, None]
         ids = slot_of[token].masked_fill(~there, -1).to(torch.int32)
-        carried = torch.where(there, weights[token], 0)
+        token_rows = _rank_index(hits, top_k)
+        carried = torch.where(there, gather(weights, token, token_rows), 0)
         (out_rows, out_weights, out_ids), works = self.ep.exchange(
             "dispatch",
-            (rows[token].to(self.dispatch_dtype), carried, ids),
+            (gather(rows, token, token_rows).to(self.dispatch_dtype), carried, ids),
             send_rows,
             receive_rows,
         )
@@ -82,7 +84,7 @@ class AllToAllTransport(DistributedTransport[AllToAllPlan]):
             receive_rows=receive_rows,
             send_slots=send_slots,
             receive_slots=receive_slots,
-            home_index=_slot_index(rank_of) if self.per_slot else _rank_index(hits, top_k),
+            home_index=_slot_index(rank_of) if self.per_slot else token_rows,
             received_weights=out_weights,
             slot_rows=_places(hits)
             .t()

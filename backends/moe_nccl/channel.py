@@ -7,6 +7,7 @@ every rank, also where a rank has nothing to send: nobody waits for a collective
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moe_core import environment, tracing
+from moe_core.collectives import enter, leave
 from moe_core.errors import MoEError
 
 if TYPE_CHECKING:
@@ -153,39 +155,20 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, None, None, *home)
 
 
-class _Replicate(torch.autograd.Function):
-    """Identity for tensors that are equal on all ranks; the gradient is the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, channel: Channel, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.channel = channel
-        return tuple(t.view_as(t) for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (None, *(ctx.channel.all_reduce("replicate.backward", g) for g in grads))
-
-
-class _Reduce(torch.autograd.Function):
-    """The sum over the ranks, equal on all; the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, channel: Channel, tensor: Tensor) -> Tensor:
-        return channel.all_reduce("reduce", tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, grads[0]
-
-
 def replicate(channel: Channel, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Enter a region where each rank computes a part from tensors that all have."""
-    return tensors if channel.size == 1 else _Replicate.apply(channel, *tensors)  # pyright: ignore
+    if channel.size == 1:
+        return tensors
+    return enter(functools.partial(channel.all_reduce, "replicate.backward"), *tensors)
 
 
 def reduce(channel: Channel, tensor: Tensor) -> Tensor:
     """Leave it: the parts summed, on all ranks."""
-    return tensor if channel.size == 1 else _Reduce.apply(channel, tensor)  # pyright: ignore
+    return (
+        tensor
+        if channel.size == 1
+        else leave(functools.partial(channel.all_reduce, "reduce"), tensor)
+    )
 
 
 def _dense(tensor: Tensor) -> Tensor:

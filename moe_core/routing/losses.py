@@ -14,8 +14,8 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from moe_core.collectives import sum_over
 from moe_core.errors import InputError
 from moe_core.routing.checks import expect, settle
 from moe_core.routing.topk import cleaned
@@ -45,14 +45,6 @@ def tokens_per_expert(routing: Routing, num_experts: int) -> Tensor:
     bins = torch.where(counted, ids, num_experts).flatten()  # the last bin is thrown away
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     return counts.scatter_add(0, bins, torch.ones_like(bins))[:num_experts]
-
-
-def sum_over(value: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    """The sum of the ranks' values, a new tensor without a gradient. Collective over each group."""
-    value = value.detach().clone()
-    for group in groups:
-        dist.all_reduce(value, group=group)
-    return value
 
 
 def load_balance_loss(
