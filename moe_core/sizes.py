@@ -1,4 +1,5 @@
 """How large a layer is: parameters, operations per token, bytes on each rank. Plain integers."""
+# pyright: strict
 
 from __future__ import annotations
 
