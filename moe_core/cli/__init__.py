@@ -41,6 +41,7 @@ COMMANDS = {
     "explain": "which backend would run a layer, and why not the others",
     "matrix": "which transport runs with which runner here, and through which converter",
     "run": "run the demo model through a backend",
+    "conformance": "whether a backend keeps every contract that it claims to keep",
     "new-backend": "write a project with a backend of your own",
 }
 
@@ -84,8 +85,14 @@ def _main(argv: Sequence[str]) -> int:
             module.register(commands)
         else:
             commands.add_parser(name, help=summary, add_help=False)
+    own, rest = list(argv), list[str]()
+    if "--" in own:  # what follows is for the program that the command runs
+        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     try:
-        args = parser.parse_args(argv)
+        args = parser.parse_args(own)
+        args.rest = rest
+        if rest and not getattr(args, "takes_rest", False):
+            parser.error(f"{args.command} passes nothing on: {' '.join(rest)}")
     except SystemExit as done:  # --help and --version, or a usage error that it has printed
         return done.code if isinstance(done.code, int) else USAGE
     faults = check_environment()

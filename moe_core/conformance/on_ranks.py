@@ -140,14 +140,22 @@ def slot_order(job: Job) -> None:
 
 
 def numbers(job: Job) -> None:
-    """Forward and backward, twice, against a float64 oracle of one process."""
+    """Forward and backward, twice, against a float64 oracle of one process; then once more with
+    every rank but the last idle."""
     me = Rank(job)
-    config, wide = job.config, bounds.fine(me.dtype)
-    ids = me.ids("any", job.tokens)
-    sizes = (config.num_experts, config.hidden_size, config.intermediate_size)
+    for pattern in ("any", "any", "last"):
+        _numbers(me, pattern)
+
+
+def _numbers(me: Rank, pattern: str) -> None:
+    job, config, wide = me.job, me.config, bounds.fine(me.dtype)
+    ids = me.ids(pattern, job.tokens)
     whole = random_case(
-        torch.cat(ids), config.dtype, sizes=sizes, bias=config.bias, activation=config.activation
-    )
+        torch.cat(ids), config.dtype,
+        sizes=(config.num_experts, config.hidden_size, config.intermediate_size),
+        bias=config.bias, activation=config.activation, layout=config.w13_layout,
+        on_input=config.apply_router_weight_on_input,
+    )  # fmt: skip
     me.layer.load_full_weights(whole.w13, whole.w2, whole.b13, whole.b2)
     own = me.own(whole, ids)
     theirs = whole.mapped(lambda t: t.double().requires_grad_())
@@ -167,22 +175,20 @@ def numbers(job: Job) -> None:
         combine=combine,
         partial_sums=job.parallel.ep_size * job.parallel.tp_size,
     )[own]  # fmt: skip
-    backward = job.autograd and dispatch == me.dtype and combine == wide
-    for _ in range(2):
-        mine = whole.tokens(own.start, own.stop).to(job.device)
-        mine = mine.mapped(lambda t: t.detach().requires_grad_(job.autograd))
-        me.layer.zero_grad()
-        out = me.run(mine)
-        me.within(out, want[own], limit, "output")
-        if not backward:
-            continue
-        poison(job.device, [out, me.layer.w13], mine.ids.numel())
-        out.backward(upstream[own].to(job.device))
-        for name, right in zip(theirs.floats, exact, strict=True):
-            got, right = _gradient(me, mine, name), _share(me, name, right, own)
-            me.check(got is not None, f"gradient of {name} is None")
-            most = bounds.gradient(right, me.dtype, gradient_size(whole))
-            me.within(got, right, most, f"gradient of {name}")
+    mine = whole.tokens(own.start, own.stop).to(job.device)
+    mine = mine.mapped(lambda t: t.detach().requires_grad_(job.autograd))
+    me.layer.zero_grad()
+    out = me.run(mine)
+    me.within(out, want[own], limit, f"output, ids {pattern!r}")
+    if not (job.autograd and dispatch == me.dtype and combine == wide):
+        return
+    poison(job.device, [out, me.layer.w13], mine.ids.numel())
+    out.backward(upstream[own].to(job.device))
+    for name, right in zip(theirs.floats, exact, strict=True):
+        got, right = _gradient(me, mine, name), _share(me, name, right, own)
+        me.check(got is not None, f"gradient of {name} is None, ids {pattern!r}")
+        most = bounds.gradient(right, me.dtype, gradient_size(whole))
+        me.within(got, right, most, f"gradient of {name}, ids {pattern!r}")
 
 
 def _gradient(me: Rank, mine: Case, name: str) -> Any:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_core.config import ParallelConfig
+from moe_core.config import Activation, ParallelConfig
 from moe_core.conformance import on_ranks
 from moe_core.conformance.pairs import check_pairs, partners
 from moe_core.conformance.pool import ranks
@@ -119,8 +119,7 @@ class OnRanks(Conformance):
     def best(self, spec: str, width: ParallelConfig, **changes: Any) -> list[Job]:
         """In the finest dtype that is claimed, with as much of a runner as is claimed."""
         dtypes = sorted(self.target.dtypes, key=["float64", *PREFERRED].index)
-        rich = [{"bias": True}, {}]
-        for extra in rich:
+        for extra in ({"bias": True, "activation": Activation(limit=0.5)}, {"bias": True}, {}):
             jobs = [
                 self.job(spec, width, dtype=dtypes[0], combine=combine, **extra, **changes)
                 for combine in self.combines(spec)
