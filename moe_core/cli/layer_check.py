@@ -170,7 +170,9 @@ def follow(layer: MoELayer, call: LayerCall, row: int) -> dict[str, Any]:
     hidden = call.hidden_states[row : row + 1].detach()
     path, given = layer.resolution.path, call.expert_rows
     on_input = layer.config.apply_router_weight_on_input
-    weighted = on_input if given is None else path.payers.get("weight") != "transport"
+    weighted = on_input
+    if given is not None and path is not None:
+        weighted = path.payers.get("weight") != "transport"
     slots: list[dict[str, Any]] = []
     for slot, expert in enumerate(ids[row].tolist()):
         entry: dict[str, Any] = {
