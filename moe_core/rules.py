@@ -260,8 +260,9 @@ RULES: tuple[Rule, ...] = (
             "part needs equally many on each rank"
         ),
         fix=(
-            "set ep_size={ep_widths}, or pad num_experts to {padded_experts} with experts that no "
-            "token chooses, or choose a backend that offers uneven_experts"
+            "set ep_size={ep_widths}, or pass placement=Placement({num_experts}, {ep_size}, "
+            "holes=True) (it counts {padded_experts} ids, the last without weights), or choose a "
+            "backend that offers uneven_experts"
         ),
         roles=_MOVERS,
         example=Example(parallel=ParallelConfig(ep_size=3), offer=_SPREADS),
