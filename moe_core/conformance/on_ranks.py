@@ -143,11 +143,11 @@ def numbers(job: Job) -> None:
     """Forward and backward, twice, against a float64 oracle of one process; then once more with
     every rank but the last idle."""
     me = Rank(job)
-    for pattern in ("any", "any", "last"):
-        _numbers(me, pattern)
+    _numbers(me, "any", times=2)
+    _numbers(me, "last", times=1)
 
 
-def _numbers(me: Rank, pattern: str) -> None:
+def _numbers(me: Rank, pattern: str, times: int) -> None:
     job, config, wide = me.job, me.config, bounds.fine(me.dtype)
     ids = me.ids(pattern, job.tokens)
     whole = random_case(
@@ -160,12 +160,6 @@ def _numbers(me: Rank, pattern: str) -> None:
     own = me.own(whole, ids)
     theirs = whole.mapped(lambda t: t.double().requires_grad_())
     want, mass = oracle(theirs)
-    upstream = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view(want.shape)
-    upstream = upstream.to(me.dtype)
-    exact = torch.autograd.grad(
-        want, list(theirs.floats.values()), upstream.double(), allow_unused=True,
-        materialize_grads=True,
-    )  # fmt: skip
     request, spans = me.layer.resolution.request, job.parallel.ep_size * job.parallel.tp_size > 1
     dispatch = getattr(torch, request.dispatch_dtype) if spans else me.dtype
     combine = getattr(torch, request.combine_dtype) if spans else wide
@@ -175,20 +169,30 @@ def _numbers(me: Rank, pattern: str) -> None:
         combine=combine,
         partial_sums=job.parallel.ep_size * job.parallel.tp_size,
     )[own]  # fmt: skip
-    mine = whole.tokens(own.start, own.stop).to(job.device)
-    mine = mine.mapped(lambda t: t.detach().requires_grad_(job.autograd))
-    me.layer.zero_grad()
-    out = me.run(mine)
-    me.within(out, want[own], limit, f"output, ids {pattern!r}")
-    if not (job.autograd and dispatch == me.dtype and combine == wide):
-        return
-    poison(job.device, [out, me.layer.w13], mine.ids.numel())
-    out.backward(upstream[own].to(job.device))
-    for name, right in zip(theirs.floats, exact, strict=True):
-        got, right = _gradient(me, mine, name), _share(me, name, right, own)
-        me.check(got is not None, f"gradient of {name} is None, ids {pattern!r}")
-        most = bounds.gradient(right, me.dtype, gradient_size(whole))
-        me.within(got, right, most, f"gradient of {name}, ids {pattern!r}")
+    backward = job.autograd and dispatch == me.dtype and combine == wide
+    upstream = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view(want.shape)
+    upstream = upstream.to(me.dtype)
+    leaves, exact = theirs.floats, ()
+    if backward:
+        exact = torch.autograd.grad(
+            want, list(leaves.values()), upstream.double(), allow_unused=True,
+            materialize_grads=True,
+        )  # fmt: skip
+    for _ in range(times):
+        mine = whole.tokens(own.start, own.stop).to(job.device)
+        mine = mine.mapped(lambda t: t.detach().requires_grad_(job.autograd))
+        me.layer.zero_grad()
+        out = me.run(mine)
+        me.within(out, want[own], limit, f"output, ids {pattern!r}")
+        if not backward:
+            continue
+        poison(job.device, [out, me.layer.w13], mine.ids.numel())
+        out.backward(upstream[own].to(job.device))
+        for name, right in zip(leaves, exact, strict=True):
+            got, right = _gradient(me, mine, name), _share(me, name, right, own)
+            me.check(got is not None, f"gradient of {name} is None, ids {pattern!r}")
+            most = bounds.gradient(right, me.dtype, gradient_size(whole))
+            me.within(got, right, most, f"gradient of {name}, ids {pattern!r}")
 
 
 def _gradient(me: Rank, mine: Case, name: str) -> Any:

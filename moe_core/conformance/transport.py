@@ -187,11 +187,13 @@ class TransportConformance(OnRanks):
 
     def test_wire_dtypes(self, spec: str, width: ParallelConfig) -> None:
         """Each is one rounding of its own, and the bytes show it. (A local layer has none.)"""
+        # rows that come home one by one come as they are: combine_dtype is that of sums
+        combines = self.combines(spec)
+        sums = "per_rank" if "per_rank" in combines else combines[0]
         jobs = [
             self.job(spec, width, combine=combine, **{name: dtype})
-            for name in ("dispatch_dtype", "combine_dtype")
+            for name, combine in (("dispatch_dtype", combines[-1]), ("combine_dtype", sums))
             for dtype in PREFERRED
-            for combine in self.combines(spec)
         ]
         jobs = [j for j in jobs if self.target.resolve(j.config, width, spec=spec).ok]
         self.on(on_ranks.numbers, jobs)
