@@ -1,11 +1,11 @@
 # Set-up and everyday commands. Each target sets up .venv first when it has to.
 #
-#   make run    BACKEND=auto TEXT=FILE    score a text with the demo model (without TEXT: a sample)
+#   make run    BACKEND=SPEC TEXT=FILE    score a text with the demo model (without TEXT: a sample)
 #   make test   ARGS="-k routing"         run the tests
 #   make lint | types | wheel-check | clean
 
 PYTHON  ?= python3
-BACKEND ?= $(or $(MOE_BACKEND),auto)
+BACKEND ?=
 TEXT    ?=
 ARGS    ?=
 
@@ -20,7 +20,7 @@ export BACKEND TEXT
 .DELETE_ON_ERROR:
 
 run: $(STAMP)
-	@$(BIN)/moe-core run --backend "$$BACKEND" $${TEXT:+--text "$$TEXT"}
+	@$(BIN)/moe-core run $${BACKEND:+--backend "$$BACKEND"} $${TEXT:+--text "$$TEXT"}
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -51,6 +51,8 @@ def values_are_checked(ids: Tensor) -> bool:
 
 def check_hidden(hidden_states: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
     """``[..., H]`` in the layer's dtype (under autocast any float dtype is cast to it)."""
+    if not isinstance(hidden_states, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"hidden_states must be a tensor, not a {type(hidden_states).__name__}")
     if hidden_states.ndim < 1 or hidden_states.shape[-1] != hidden_size:
         raise InputError(
             f"hidden_states must have shape [..., {hidden_size}], not {tuple(hidden_states.shape)}"

@@ -309,7 +309,9 @@ class MoEConfig(_Config):
         nested = True
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
-                faults.add(name, repr(getattr(self, name)), f"must be a {kind.__name__}")
+                example = "router.kind=topk" if name == "router" else "activation.name=silu"
+                message = f"is set field by field, such as {example} ({kind.__name__} in Python)"
+                faults.add(name, getattr(self, name), message)
                 nested = False
         if nested and all(sizes[2:]):
             self._check_groups(faults)

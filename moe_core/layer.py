@@ -204,7 +204,6 @@ class MoELayer(nn.Module):
         ``return_routing``: also return what was used. ``phase`` picks one of several agreed plans
         (``"prefill"``, ``"decode"``); a local layer has one plan for all.
         """
-        shape = hidden_states.shape
         with tracing.layer_call(self.name, self.experts):
             if not self.experts.is_distributed:
                 rows, mask, routing = self._route(
@@ -231,7 +230,7 @@ class MoELayer(nn.Module):
             traced = tracing.current()
             if traced is not None:
                 traced.output = out
-        out = out.view(shape)
+        out = out.view(hidden_states.shape)
         return (out, routing) if return_routing else out
 
     def _route(
@@ -245,9 +244,9 @@ class MoELayer(nn.Module):
         """Everything before the first exchange: ``[T, H]`` rows, ``[T]`` mask, checked routing."""
         if phase not in PHASES:
             raise InputError(f"phase must be one of prefill, decode or None, not {phase!r}")
-        hidden_size, shape = self.config.hidden_size, hidden_states.shape
+        hidden_size = self.config.hidden_size
         rows = check_hidden(hidden_states, hidden_size, self.experts.dtype)
-        rows = rows.reshape(-1, hidden_size)
+        rows, shape = rows.reshape(-1, hidden_size), hidden_states.shape
         ids = _per_token("input_ids", input_ids, shape)
         mask = _per_token("token_mask", token_mask, shape)
         if mask is not None:

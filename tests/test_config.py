@@ -81,6 +81,12 @@ def test_groups_must_fit_the_experts() -> None:
     assert fields(error) == {"router.topk_group"}
 
 
+def test_a_nested_config_that_is_a_string_is_told_how_it_is_set() -> None:
+    with pytest.raises(ConfigError, match=r"such as activation\.name=silu") as error:
+        MoEConfig.from_dict(SIZES | {"activation": "gelu"})
+    assert fields(error) == {"activation"}
+
+
 def test_json_round_trip() -> None:
     config = MoEConfig(
         **SIZES,

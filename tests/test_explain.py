@@ -66,7 +66,7 @@ LOW = "--backend low --dtype bfloat16 --ep 2"
 WIDE = "--dtype bfloat16 --backend wide"
 MISTAKES = [
     # An EP width that leaves experts over: TensorRT-LLM#17532, vllm-ascend#16384.
-    (f"{WIDE} --num-experts 12 --ep 8", cli.NO, "leaves 4 over", "set ep_size=4, or pad"),
+    (f"{WIDE} --num-experts 12 --ep 8", cli.NO, "leaves 4 over", "set ep_size=4, or pass"),
     # More ranks than experts (the same reports; SGLang refuses it for DeepSeek models).
     ("--num-experts 4 --top-k 2 --ep 8", cli.NO, "4 of the ranks would hold none", "set ep_size=4"),
     # A spanning transport with experts cut by TP: vime#186 (an error about block_n in a kernel).

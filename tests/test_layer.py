@@ -169,6 +169,7 @@ def test_shapes_dtypes_and_values_are_refused_before_anything_runs() -> None:
     experts, x = model.experts, tokens(4)
     ids, weights = torch.zeros(4, 3, dtype=torch.int64), torch.ones(4, 3)
     for call, message in (
+        (lambda: model([1.0]), "must be a tensor, not a list"),  # pyright: ignore
         (lambda: model(x[:, :8]), r"\[\.\.\., 16\]"),
         (lambda: model(x.float()), "must be torch.float64"),
         (lambda: model(x, phase="train"), "prefill, decode"),

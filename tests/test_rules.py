@@ -279,7 +279,7 @@ def test_the_nearest_widths_are_ones_that_work(
     assert f"set ep_size={widths}," in finding.fix
     padded = -(-experts // ep) * ep
     assert padded % ep == 0
-    assert f"pad num_experts to {padded} " in finding.fix
+    assert f"it counts {padded} ids" in finding.fix
 
 
 def test_what_is_no_policy_and_no_number_is_a_config_error() -> None:

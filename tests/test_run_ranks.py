@@ -73,6 +73,9 @@ def test_a_fault_on_every_rank_is_one_sentence(capsys: pytest.CaptureFixture[str
     assert "ep_size" in err
     assert "Traceback" not in err
     assert main(["run", "--nproc", "0"]) == 2
+    capsys.readouterr()
+    assert main(["run", "--nproc", "9"]) == 2
+    assert "8 experts" in capsys.readouterr().err
     assert main(["run", "--nproc", "2", "--layer", "x.json", "--tensors", "y"]) == 2
 
 

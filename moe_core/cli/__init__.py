@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Nobody reads on. Python would flush once more when it exits, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            print("moe-core: this needs torch: pip install torch", file=sys.stderr)
+            return USAGE
         traceback.print_exc()
         return BUG
 
@@ -85,9 +88,11 @@ def _main(argv: Sequence[str]) -> int:
             module.register(commands)
         else:
             commands.add_parser(name, help=summary, add_help=False)
-    own, rest = list(argv), list[str]()
-    if "--" in own:  # what follows is for the program that the command runs
-        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    own: Sequence[str] = argv  # not list(): `list` is a module of this package
+    rest: Sequence[str] = ()
+    if "--" in argv:  # what follows is for the program that the command runs
+        end = argv.index("--")
+        own, rest = argv[:end], argv[end + 1 :]
     try:
         args = parser.parse_args(own)
         args.rest = rest

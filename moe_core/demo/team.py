@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moe_core.config import ParallelConfig
 from moe_core.conformance.pool import RankPool
 from moe_core.demo import model as demo
-from moe_core.errors import MoEError
+from moe_core.errors import InputError, MoEError
 from moe_core.tracing import trace
 
 if TYPE_CHECKING:
@@ -73,6 +73,11 @@ class PoolTeam(Team):
     def __init__(self, size: int, load: Load) -> None:
         self._whole = demo.load(load.path, backend="reference", dtype=load.dtype)
         self.size = size
+        most = self._whole.config.num_experts
+        if size > most:
+            raise InputError(
+                f"--nproc {size}: the model has {most} experts, so at most {most} ranks"
+            )
         self._pool = RankPool(size)
         self.backend = _first_good(self._pool.run(_load_here, load, size, limit=600))[0]
 
