@@ -28,7 +28,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -122,8 +122,12 @@ def runnable(language: str) -> list[Block]:
     return [b for b in blocks if b.language == "python" or b.page not in IN_ORDER]
 
 
-def where(block: Block) -> str:
-    return block.where
+def cases(language: str) -> list[Any]:
+    """One test per block; those of the pages under docs/ start many processes and count as slow."""
+    return [
+        pytest.param(b, id=b.where, marks=[pytest.mark.slow] if b.page.parent != ROOT else [])
+        for b in runnable(language)
+    ]
 
 
 def dry_make(line: str) -> str:
@@ -163,14 +167,14 @@ def test_python(page: Path, tmp_path: Path):
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("block", runnable("bash"), ids=where)
+@pytest.mark.parametrize("block", cases("bash"))
 def test_bash(block: Block):
     script = "\n".join(dry_make(line) for line in block.lines)
     result = run([bash(), "-euo", "pipefail", "-c", script], cwd=ROOT)
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("block", runnable("console"), ids=where)
+@pytest.mark.parametrize("block", cases("console"))
 def test_console(block: Block):
     for command, output in commands(block):
         result = run([bash(), "-uo", "pipefail", "-c", dry_make(command)], cwd=ROOT)
@@ -179,6 +183,7 @@ def test_console(block: Block):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.slow
 @pytest.mark.parametrize("page", IN_ORDER, ids=lambda p: str(p.relative_to(ROOT)))
 def test_in_order(page: Path, newcomer: Newcomer):
     for block in BLOCKS:
