@@ -253,8 +253,9 @@ class CoreConformance(Conformance):
 
     # -- what goes in and comes out
 
-    def test_inputs_stay_and_outputs_are_fresh(self) -> None:
-        experts, case = self.exact()
+    @pytest.mark.parametrize("inference", [False, True])
+    def test_inputs_stay_and_outputs_are_fresh(self, inference: bool) -> None:
+        experts, case = self.exact(inference=inference or not self.learns)
         wide = torch.stack([case.x, case.x], 1)
         x, ids = wide[:, 1], case.ids.T.contiguous().T  # not contiguous
         before = [t.clone() for t in (wide, ids, case.topk)]

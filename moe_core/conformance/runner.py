@@ -11,7 +11,7 @@ be refused when a layer is built and is then skipped. Sizes are those next to ou
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -272,7 +272,12 @@ class RunnerConformance(Conformance):
             weight.to(case.topk).to(self.device),
             expert_alignment=8,
         )
+        every = [getattr(record, f.name) for f in fields(record)]
+        given = [t for t in every if isinstance(t, torch.Tensor)]
+        before = [t.clone() for t in given]
         out: Any = pipeline.runner.run(record, layer.weights)
+        for now, then in zip(given, before, strict=True):
+            torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
         scale = scale_of(torch.tensor([0, 0, 2, 2, 2]))
         if "weight" in out.paid:
             scale = scale * case.topk[:, 0]
