@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from moe_core import HandleError, InputError, Routing, trace
+from moe_core import ConfigError, HandleError, InputError, Routing, trace
 from moe_core.conformance import bounds
 from moe_core.conformance.cases import (
     Case,
@@ -29,7 +29,7 @@ from moe_core.conformance.cases import (
 )
 from moe_core.conformance.rank import Job, Rank
 from moe_core.layouts import ExpertContiguous, RankGrouped, Record, TokenMajor
-from moe_core.placement import w13_blocks
+from moe_core.placement import Placement, w13_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -344,7 +344,8 @@ def _in_flight(me: Rank, other: Any, a: tuple[Case, Tensor], b: tuple[Case, Tens
 def _transport_handles(me: Rank, other: Any, batch: tuple[Case, Tensor]) -> None:
     """The transport by itself: a pipeline guards its own handle and would hide it."""
     (case, want), transport, pipeline = batch, me.transport, me.layer.pipeline
-    begun = transport.dispatch_begin(case.x, Routing(case.ids, case.topk))
+    routing = pipeline.slot_map.physical(Routing(case.ids, case.topk))
+    begun = transport.dispatch_begin(case.x, routing)
     record, handle = begun.finish()
     _refuses(me, begun.finish, "finish() twice")
     state = None
@@ -392,6 +393,28 @@ def idle_steps(job: Job) -> None:
             said: list[Any] = [None] * job.parallel.world_size
             dist.all_gather_object(said, seen.collectives)
             me.check(all(names == said[0] for names in said), f"step {step}: collectives {said}")
+
+
+def placements(job: Job) -> None:
+    """Replicas, on one rank and on two, and ids without weights: each slot is computed once."""
+    experts, size = job.config.num_experts, job.parallel.ep_size
+    usual = tuple(range(experts))
+    for name, slot_experts, holes in (
+        ("two replicas of the first and last expert", (*usual, 0, experts - 1), False),
+        ("other order, holes", (*usual[::-1], 0), True),
+    ):
+        try:  # the gradients of replicas aren't summed
+            me = Rank(job, placement=Placement(experts, size, slot_experts, holes), inference=True)
+        except ConfigError as error:
+            if error.faults:
+                raise
+            continue  # more slots than the part takes, or not as many on each rank
+        for pattern in ("any", "first"):
+            ids = me.ids(pattern, job.tokens)
+            whole = me.exact(ids)
+            own = me.own(whole, ids)
+            out = me.run(whole.tokens(own.start, own.stop))
+            me.equal(out, exact_result(whole)[own], f"{name}, ids {pattern!r}")
 
 
 def many_layers(job: Job) -> None:

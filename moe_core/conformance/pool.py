@@ -3,7 +3,7 @@
 Starting processes for each test would cost more than the tests. A task is a module-level function;
 every rank runs it and the results come back in rank order. A failure on one rank or a time limit
 passed kills the pool (the others may hang in a collective) and raises ``AssertionError`` with the
-ranks' tracebacks; the next task starts a new pool.
+first failing rank's traceback and the last line of the others'; the next task starts a new pool.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ class RankPool:
             return [results[r] for r in range(self.world_size)]
         silent = sorted(set(range(self.world_size)) - {*results, *errors})
         self.close()
-        lines = [f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items())]
+        first = min(errors, default=-1)  # the others' tracebacks are mostly the same
+        lines = [
+            f"--- rank {rank}\n{text if rank == first else text.strip().splitlines()[-1]}"
+            for rank, text in sorted(errors.items())
+        ]
         if silent:
             lines.append(
                 f"--- ranks {silent} did not finish ({limit:g} s, {GRACE:g} s after a fault)"

@@ -155,6 +155,9 @@ class OnRanks(Conformance):
                 pytest.skip(f"{NOT_HERE}needs {width.world_size} ranks")
         self.on(on_ranks.faults, self.job(spec, width))
 
+    def test_placements(self, spec: str, width: ParallelConfig) -> None:
+        self.on(on_ranks.placements, self.job(spec, width))
+
     def test_layers_share_their_groups(self, spec: str, width: ParallelConfig) -> None:
         self.on(on_ranks.many_layers, self.job(spec, width))
 
