@@ -47,7 +47,10 @@ def agree(ranks: tuple[int, ...], rank: int, mine: dict[str, Any]) -> None:
     ``MOE_BUILD_TIMEOUT`` seconds; the faults name ranks and fields.
     """
     store, number = _store_of(ranks)
-    limit = environment.build_timeout()
+    try:
+        limit = environment.build_timeout()
+    except ConfigError:  # it is among this rank's reasons to refuse; the others wait for those
+        limit = 300.0
     store.set(f"{number}/{rank}", json.dumps(mine, default=str))
     keys = [f"{number}/{i}" for i in range(len(ranks))]
     try:

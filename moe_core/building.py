@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from moe_core import environment
 from moe_core.agreement import agree, statement
-from moe_core.errors import ConfigError, Fault, MoEError
+from moe_core.errors import ConfigError, Fault
 from moe_core.groups import LOCAL, Groups, group_faults, make_groups, members, place
 from moe_core.placement import Placement
 from moe_core.resolution import Resolution, resolve
@@ -60,7 +61,7 @@ def plan_layer(
         )
         faults.append(Fault("policy", policy, message))
         policy = "strict"  # so that it is said here
-    error: MoEError | None = None
+    error: Exception | None = None
     resolution: Resolution | None = None
     try:
         resolution = resolve_or_raise(
@@ -76,7 +77,7 @@ def plan_layer(
             **wants,
         )
         parallel = resolution.parallel  # policy "adjust" may have changed the widths
-    except MoEError as raised:
+    except Exception as raised:  # whatever it is, the other ranks have to hear of it
         error = raised
     alone = parallel.world_size == 1 or not (dist.is_available() and dist.is_initialized())
     if not alone and device.type != "meta":
@@ -85,6 +86,9 @@ def plan_layer(
             "max_tokens_per_rank": max_tokens_per_rank,
             "widths": parallel.to_dict(),
             "placement": asked.to_dict(),
+            "MOE_DEBUG_COLLECTIVES": os.environ.get("MOE_DEBUG_COLLECTIVES", "0"),
+            # the request has only what parts are chosen by; a limit or a factor differs here
+            **{f"config.{k}": v for k, v in config.to_dict().items() if k != "backend"},
         }
         agree(ranks, ranks.index(dist.get_rank()), statement(resolution, error, extra))
     if error is not None:

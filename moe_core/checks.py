@@ -49,13 +49,19 @@ def values_are_checked(ids: Tensor) -> bool:
     return ids.device.type == "cpu" or environment.validate()
 
 
-def check_hidden(hidden_states: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
-    """``[..., H]`` in the layer's dtype (under autocast any float dtype is cast to it)."""
+def check_hidden(hidden_states: Tensor, hidden_size: int, weights: Tensor) -> Tensor:
+    """``[..., H]``, on the device and in the dtype of ``weights`` (under autocast any float dtype
+    is cast to it). Raises ``InputError``."""
+    dtype = weights.dtype
     if not isinstance(hidden_states, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"hidden_states must be a tensor, not a {type(hidden_states).__name__}")
     if hidden_states.ndim < 1 or hidden_states.shape[-1] != hidden_size:
         raise InputError(
             f"hidden_states must have shape [..., {hidden_size}], not {tuple(hidden_states.shape)}"
+        )
+    if hidden_states.device != weights.device:
+        raise InputError(
+            f"hidden_states are on {hidden_states.device}, the layer on {weights.device}"
         )
     if hidden_states.dtype == dtype:
         return hidden_states

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from moe_core.activation import sum_dtype
 
@@ -52,6 +53,7 @@ class _Enter(torch.autograd.Function):
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return (None, *(sum_widely(g, ctx.total) for g in grads))
 
@@ -62,5 +64,6 @@ class _Leave(torch.autograd.Function):
         return total(part)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, grads[0]

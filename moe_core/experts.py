@@ -18,7 +18,7 @@ from moe_core.building import Plan, plan_layer
 from moe_core.capacity import drop_over_capacity, pad_to_capacity
 from moe_core.checks import check_hidden, check_routing, values_are_checked
 from moe_core.config import MoEConfig, ParallelConfig, dtype_name
-from moe_core.contracts import INVALID, ExpertWeights, Handle, Routing
+from moe_core.contracts import INVALID, ExpertWeights, Handle, IdSpace, Routing
 from moe_core.errors import InputError
 from moe_core.pipeline import Pipeline, StagedPlan
 from moe_core.placement import Placement, w13_blocks
@@ -103,7 +103,7 @@ class Experts(nn.Module):
         self.w2_bias = parameter(hidden) if config.bias else None
         self.counts = RoutingCounts(config.num_experts, target)
         # load_state_dict(assign=True) puts other tensors in place without a word to _apply
-        self.register_load_state_dict_post_hook(lambda own, _: own._follow_parameters())
+        self.register_load_state_dict_post_hook(_after_load)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -239,7 +239,9 @@ class Experts(nn.Module):
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[Record, Handle[StagedPlan]]:
         """First of the three stages of ``forward``; ``[T, H]`` → the runner's layout."""
-        rows, routing = self._accept(hidden_states, Routing(topk_ids, topk_weights))
+        # copies: the handle outlives this call, and the caller may fill the buffers anew
+        routing = Routing(topk_ids.clone(), topk_weights.clone())
+        rows, routing = self._accept(hidden_states, routing)
         with self._no_autocast():
             return self.pipeline.dispatch(rows, routing)
 
@@ -268,8 +270,10 @@ class Experts(nn.Module):
     def accept(self, hidden_states: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Checks, casts, flattens, counts, drops what is over capacity; says nothing to others."""
         config = self.config
-        rows = check_hidden(hidden_states, config.hidden_size, self.dtype)
+        rows = check_hidden(hidden_states, config.hidden_size, self.w13)
         rows = rows.reshape(-1, config.hidden_size)
+        if routing.id_space is not IdSpace.LOGICAL:
+            raise InputError(f"topk_ids must be logical ids, these are {routing.id_space} ones")
         limit = self.max_tokens_per_rank
         if limit is not None and rows.shape[0] > limit:
             raise InputError(
@@ -308,20 +312,24 @@ class Experts(nn.Module):
     def prepare_weights(self) -> None:
         """Make an inference copy in the kernel's own format, used whenever gradients are off.
 
-        The parameters stay; a change to them (seen by storage and version) prepares again at the
-        next call.
+        The parameters stay; a change to them (seen by tensor, storage and version) prepares again
+        at the next call. A change through ``.data`` in place can't be seen: prepare again.
         """
         with torch.no_grad():
             self._prepared = (self._weights_key(), self.pipeline.prepare(self.weights))
 
     def _weights_key(self) -> tuple[Any, ...]:
-        tensors = (self.w13, self.w2, self.w13_bias, self.w2_bias)
-        return tuple((t.data_ptr(), t._version) for t in tensors if t is not None)
+        # The storages are kept alive, so that no later one can lie where a known one lay.
+        tensors = [t for t in (self.w13, self.w2, self.w13_bias, self.w2_bias) if t is not None]
+        return tuple((t, t.data_ptr(), t.untyped_storage(), t._version) for t in tensors)
 
     def _current_weights(self) -> ExpertWeights:
         if self._prepared is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.weights
-        if self._prepared[0] != self._weights_key():
+        known, now = self._prepared[0], self._weights_key()
+        pairs = zip(known, now, strict=True)
+        same = all(a[0] is b[0] and a[1] == b[1] and a[3] == b[3] for a, b in pairs)
+        if not same:
             self.prepare_weights()
         return self._prepared[1]
 
@@ -406,6 +414,10 @@ class Experts(nn.Module):
             f"num_experts={c.num_experts}, top_k={c.top_k}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}, backend={self.resolution.name!r}"
         )
+
+
+def _after_load(experts: Experts, _: Any) -> None:
+    experts._follow_parameters()
 
 
 class _OnceOverTp(torch.autograd.Function):

@@ -66,7 +66,7 @@ def moe_forward(
         w13.device,
         needs_grad,
     )
-    rows = check_hidden(hidden_states, hidden_size, w13.dtype).reshape(-1, hidden_size)
+    rows = check_hidden(hidden_states, hidden_size, w13).reshape(-1, hidden_size)
     ids, weights = check_routing(rows, topk_ids, topk_weights, num_experts, topk_ids.shape[1])
     if not values_are_checked(ids):
         ids = ids.masked_fill((ids < INVALID) | (ids >= num_experts), INVALID)

@@ -57,7 +57,12 @@ def group_faults(parallel: ParallelConfig, mesh: DeviceMesh | None) -> list[Faul
     if mesh is not None:
         names = mesh.mesh_dim_names or ()
         sizes = {name: mesh.size(i) for i, name in enumerate(names)}
-        return [
+        faults = [
+            Fault("mesh", dict(sizes), f"has another dimension {name!r}: pass mesh[{DIMS}] of it")
+            for name, size in sizes.items()
+            if name not in DIMS and size > 1
+        ]
+        return faults + [
             Fault("mesh", dict(sizes), f"must have {width} ranks along {name!r}")
             for name, width in widths.items()
             if sizes.get(name, 1) != width
@@ -79,7 +84,10 @@ def members(mesh: DeviceMesh | None) -> tuple[int, ...]:
     """Global ranks that build a layer together, in the order of its widths."""
     if mesh is None:
         return tuple(range(dist.get_world_size()))
-    return tuple(int(r) for r in _ordered(mesh).mesh.flatten().tolist())
+    names = mesh.mesh_dim_names or ()
+    known = [names.index(name) for name in DIMS if name in names]
+    rest = [i for i in range(len(names)) if i not in known]
+    return tuple(int(r) for r in mesh.mesh.permute(*rest, *known).flatten().tolist())
 
 
 def make_groups(parallel: ParallelConfig, mesh: DeviceMesh | None, device: str) -> Groups:
@@ -97,7 +105,7 @@ def make_groups(parallel: ParallelConfig, mesh: DeviceMesh | None, device: str) 
     key = (ranks, parallel.dp_size, parallel.ep_size, parallel.tp_size, device)
     known = _made.get(key)
     if known is None or known[0] is not default:
-        mesh = _ordered(mesh) if mesh is not None else _new_mesh(parallel, device)
+        mesh = mesh if mesh is not None else _new_mesh(parallel, device)
         known = _made[key] = (default, _from_mesh(mesh, ranks))
     return known[1]
 
@@ -115,15 +123,10 @@ def _new_mesh(parallel: ParallelConfig, device: str) -> DeviceMesh:
     return init_device_mesh(torch.device(device).type, shape, mesh_dim_names=DIMS)
 
 
-def _ordered(mesh: DeviceMesh) -> DeviceMesh:
-    names = tuple(name for name in DIMS if name in (mesh.mesh_dim_names or ()))
-    return mesh if names == mesh.mesh_dim_names else mesh[names]
-
-
 def _from_mesh(mesh: DeviceMesh, ranks: tuple[int, ...]) -> Groups:
     groups: dict[str, Any] = {"ranks": ranks}
     for i, name in enumerate(mesh.mesh_dim_names or ()):
-        if mesh.size(i) > 1:
+        if mesh.size(i) > 1 and name in DIMS:
             groups[name] = mesh.get_group(name)
             groups[f"{name}_rank"] = mesh.get_local_rank(name)
     return Groups(**groups)

@@ -245,7 +245,7 @@ class MoELayer(nn.Module):
         if phase not in PHASES:
             raise InputError(f"phase must be one of prefill, decode or None, not {phase!r}")
         hidden_size = self.config.hidden_size
-        rows = check_hidden(hidden_states, hidden_size, self.experts.dtype)
+        rows = check_hidden(hidden_states, hidden_size, self.experts.w13)
         rows, shape = rows.reshape(-1, hidden_size), hidden_states.shape
         ids = _per_token("input_ids", input_ids, shape)
         mask = _per_token("token_mask", token_mask, shape)

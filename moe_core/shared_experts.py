@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moe_core import tracing
@@ -244,6 +245,7 @@ class SumSharedSlots(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad = grads[0].clone(memory_format=torch.contiguous_format)
         slots = grad[ctx.first :]

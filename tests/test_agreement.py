@@ -75,6 +75,10 @@ def build(odd: dict[str, Any], spec: str | None, wide: dict[str, int]) -> str:
         ({"config": {"quant": "fp8"}}, ["rank 1", "quant: wanted fp8"]),
         ({"environ": {"MOE_BACKENDS": "x"}}, ["rank 1", "MOE_BACKEND"]),
         ({"version": "0.0.1"}, ["moe_core", '"0.0.1" on ranks [1]']),
+        ({"config": {"capacity_factor": 0.5}}, ["config.capacity_factor", "0.5 on ranks [1]"]),
+        ({"config": {"num_shared_experts": 1}}, ["config.num_shared_experts"]),
+        ({"environ": {"MOE_BUILD_TIMEOUT": "abc"}}, ["rank 1", "MOE_BUILD_TIMEOUT"]),
+        ({"environ": {"MOE_DEBUG_COLLECTIVES": "1"}}, ["MOE_DEBUG_COLLECTIVES"]),
         ({"limit": 5}, ["max_tokens_per_rank", "5 on ranks [1]"]),
     ],
 )

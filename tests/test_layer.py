@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from moe_core import (
     moe_forward,
     trace,
 )
+from moe_core.contracts import IdSpace
 from moe_core.interfaces import FusedPath
 from moe_core.reference import expert_forward
 from moe_core.registry import register_backend, unregister_backend
@@ -619,3 +622,44 @@ def test_moe_forward_sees_what_is_registered_later() -> None:
         assert pipeline.cache_info().misses == misses + 1
     finally:
         unregister_backend("torch")
+
+
+def test_prepared_weights_are_not_mixed_up_with_what_lay_there_before() -> None:
+    """Tensors that come and go get each other's memory; each call has its own weights."""
+    experts = layer("torch", w13_layout="up_gate").experts
+    x, ids, weights = tokens(4), torch.tensor([[0, 1, 2]] * 4), torch.rand(4, 3).double()
+    experts.prepare_weights()
+    w2 = experts.w2.detach().clone()
+    with torch.no_grad():
+        expected = experts(x, ids, weights)
+        for scale in range(1, 9):
+            own = {"w2": w2 * scale, "w13": experts.w13.detach().clone()}
+            y = torch.func.functional_call(experts, own, (x, ids, weights))
+            torch.testing.assert_close(y, expected * scale, rtol=1e-12, atol=1e-12)
+            del own
+
+
+def test_layers_pickle() -> None:
+    for backend in ("torch", "reference"):
+        model = layer(backend)
+        again = pickle.loads(pickle.dumps(model))
+        assert torch.equal(again(tokens(3)), model(tokens(3)))
+
+
+def test_ids_that_are_not_logical_and_other_devices_are_refused_before_anything_travels() -> None:
+    model, x = layer(), tokens(3)
+    routing = model.router(x)
+    with pytest.raises(InputError, match="must be logical"):
+        model(x, routing=replace(routing, id_space=IdSpace.PHYSICAL))
+    with pytest.raises(InputError, match="the layer on cpu"):
+        model(x.to("meta"))
+
+
+def test_a_handle_keeps_what_it_was_given() -> None:
+    experts = layer("torch").experts
+    x, ids, weights = tokens(3), torch.tensor([[0, 1, 2]] * 3), torch.rand(3, 3).double()
+    expected = experts(x, ids, weights)
+    record, handle = experts.dispatch(x, ids, weights)
+    ids.fill_(-1)
+    weights.zero_()
+    assert torch.equal(experts.combine(experts.run(record), handle), expected)

@@ -443,6 +443,9 @@ def with_mesh(config: MoEConfig) -> tuple[int, int, int]:
     layer = MoELayer(config, ParallelConfig(ep_size=2, dp_size=2), "nccl+torch", mesh=mesh)
     with pytest.raises(ConfigError, match="must have 4 ranks along 'ep'"):
         MoELayer(config, ParallelConfig(ep_size=4), "nccl+torch", mesh=mesh)
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    other = MoELayer(config, ParallelConfig(ep_size=2, dp_size=2), "nccl+torch", mesh=turned)
+    assert other.experts.groups.ep_rank == dist.get_rank() // 2
     pair = mesh["ep"]
     alone = MoELayer(config, ParallelConfig(ep_size=2), "nccl+torch", mesh=pair)
     assert alone.experts.groups.ranks == ((0, 1), (2, 3))[dist.get_rank() // 2]

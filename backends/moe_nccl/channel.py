@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from moe_core import environment, tracing
 from moe_core.collectives import enter, leave
@@ -142,6 +143,7 @@ class _Exchange(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         home: list[Tensor | None] = []
         for i, grad in enumerate(grads):

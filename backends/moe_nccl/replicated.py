@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from moe_core.activation import sum_dtype
 from moe_core.contracts import ExchangePlan, Handle, Pending
@@ -165,6 +166,7 @@ class _GatherRows(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         splits = [ctx.chunk] * ctx.channel.size
         home: list[Tensor] = []

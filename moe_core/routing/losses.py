@@ -39,6 +39,7 @@ def tokens_per_expert(routing: Routing, num_experts: int) -> Tensor:
     ids = routing.topk_ids if routing.chosen_ids is None else routing.chosen_ids
     if ids is None:
         raise InputError("this routing holds no ids to count: it is for kernels that route")
+    ids = ids.to(torch.int64)
     counted = (ids >= 0) & (ids < num_experts)
     if routing.token_mask is not None:
         counted = counted & routing.token_mask[:, None]
