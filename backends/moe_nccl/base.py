@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -76,7 +77,9 @@ class DistributedTransport(Transport[PlanT]):
     def report_fault(self, message: str) -> NoReturn:
         """Take part in the step's first exchange, only to say what is wrong: all ranks raise."""
         self.exchange_counts(None, message)
-        raise AssertionError("unreachable: the exchange raises")
+        raise AssertionError("the exchange raises where a rank has a fault")
 
+    @abstractmethod
     def exchange_counts(self, counts: Tensor | None, fault: str | None) -> list[list[int]]:
-        raise NotImplementedError
+        """A step's first exchange, its one host sync. With ``fault`` this rank has nothing to send
+        but that; a fault on any rank raises ``InputError`` on all."""

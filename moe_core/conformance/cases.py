@@ -115,7 +115,8 @@ def exact_case(
 ) -> Case:
     """Expert e returns ``(e + 1) * x``, through silu, with every number exact in any dtype.
 
-    ``ids [T, K]``; ``sizes`` = E, H, I with 4 <= H <= I. A row says whose it is: 1, the holder + 1,
+    ``ids [T, K]``; ``sizes`` = E, H, I, the last two at least 4. (Where I < H only the first I
+    columns come back, ``identity_rows``.) A row says whose it is: 1, the holder + 1,
     the token's two digits to base 16, then small numbers. Weights are powers of two that differ by
     slot and token. (Past 8 experts the scales repeat, so that bfloat16 still holds them.) The gate
     is always open (``SURE``) and up is x / 64, so that an expert is the scaled identity with
@@ -135,9 +136,10 @@ def exact_case(
     )
     w13 = torch.zeros(experts, 2 * inner, hidden, dtype=dtype)
     w13[:, :inner, 0] = SURE
-    w13[:, inner : inner + hidden] = torch.eye(hidden, dtype=dtype) / SURE
+    kept = min(hidden, inner)
+    w13[:, inner : inner + kept, :kept] = torch.eye(kept, dtype=dtype) / SURE
     w2 = torch.zeros(experts, hidden, inner, dtype=dtype)
-    w2[:, :, :hidden] = torch.eye(hidden, dtype=dtype)
+    w2[:, :kept, :kept] = torch.eye(kept, dtype=dtype)
     w2 *= scale_of(torch.arange(experts)).to(dtype)[:, None, None]
     power = (token[:, None] + 2 * torch.arange(top_k) + holder) % 3 - 1
     topk = torch.pow(2.0, power).to(fine(dtype))
@@ -149,11 +151,16 @@ def scale_of(ids: Tensor) -> Tensor:
     return ids % 8 + 1
 
 
+def identity_rows(case: Case) -> Tensor:
+    """``[T, H]``: what an expert of ``exact_case`` scales."""
+    return torch.where(torch.arange(case.x.shape[1]) < case.w2.shape[2], case.x, 0)
+
+
 def exact_result(case: Case) -> Tensor:
     """``[T, H]``, what the experts of ``exact_case`` have to give, bit by bit."""
     factor = torch.where(case.ids >= 0, case.topk.double() * scale_of(case.ids), 0)
     factor = factor.sum(1, keepdim=True)
-    return (case.x.double() * factor).to(case.x.dtype)
+    return (identity_rows(case).double() * factor).to(case.x.dtype)
 
 
 def oracle(case: Case) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from moe_core.conformance.cases import (
     Case,
     exact_result,
     gradient_size,
+    identity_rows,
     oracle,
     poison,
     random_case,
@@ -131,7 +132,7 @@ def slot_order(job: Job) -> None:
     total = torch.zeros(whole.x.shape, dtype=wide)
     for slot in range(job.config.top_k):
         expert, weight = whole.ids[:, slot : slot + 1], whole.topk[:, slot : slot + 1]
-        row = (whole.x.double() * scale_of(expert)).to(wide) * weight
+        row = (identity_rows(whole).double() * scale_of(expert)).to(wide) * weight
         row = row.to(me.dtype).to(wide) if early else row
         total = total + torch.where(expert >= 0, row, 0)
     want = total.to(me.dtype)[own]

@@ -28,6 +28,7 @@ from moe_core.conformance.cases import (
     exact_case,
     exact_result,
     gradient_size,
+    identity_rows,
     oracle,
     poison,
     random_case,
@@ -281,7 +282,7 @@ class RunnerConformance(Conformance):
         scale = scale_of(torch.tensor([0, 0, 2, 2, 2]))
         if "weight" in out.paid:
             scale = scale * case.topk[:, 0]
-        want = case.x * scale[:, None].to(dtype)
+        want = identity_rows(case) * scale[:, None].to(dtype)
         assert torch.equal(out.rows[mine].cpu(), want)
         if not self.learns:
             return
@@ -291,10 +292,10 @@ class RunnerConformance(Conformance):
         grads = torch.autograd.grad(out.rows, leaves, upstream)
         assert grads[0][mine].isfinite().all()
         assert grads[1].isfinite().all()
-        weighted = case.x * (case.topk[:, :1].to(dtype) if "weight" in out.paid else 1)
-        hidden, exact = case.x.shape[1], torch.zeros_like(case.w2)
+        weighted = identity_rows(case) * (case.topk[:, :1].to(dtype) if "weight" in out.paid else 1)
+        kept, exact = min(case.w2.shape[1:]), torch.zeros_like(case.w2)
         for expert, part in ((0, slice(0, 2)), (2, slice(2, 5))):
-            exact[expert, :, :hidden] = weighted[part].sum(0)
+            exact[expert, :, :kept] = weighted[part, :kept].sum(0)
         assert torch.equal(grads[2].cpu(), exact)
 
     def test_a_row_alone_has_the_same_bits(self) -> None:
