@@ -213,7 +213,7 @@ class Path:
 
 
 def find_path(transport: Candidate, runner: Candidate, request: Request) -> Path | list[Refusal]:
-    """The first path with the fewest converters, or why there is none."""
+    """The first path with the fewest converters and copies, or why there is none."""
     debt_refusals: list[Refusal] = []
     for dispatched, runner_in, runner_out, combined, converter in _routes(transport, runner):
         payers, problems = _assign_debts(transport, runner, runner_out, request)
@@ -246,10 +246,11 @@ def _routes(
         for taken, back in ports
         if taken == given and back in t.takes
     ]
+    # of the converters, first those that leave the rows where they are
     converted = [
         (c.takes, c.gives, c.back_takes, c.back_gives, c)
+        for c in sorted(CONVERTERS, key=lambda c: c.copies)
         for given in t.gives
-        for c in CONVERTERS
         for taken, back in ports
         if c.takes == given
         and c.gives == taken

@@ -10,7 +10,7 @@ import torch
 from moe_core.activation import sum_dtype
 from moe_core.contracts import IdSpace
 from moe_core.errors import InputError
-from moe_core.layouts import ExpertContiguous, SlotList, SlotMajor
+from moe_core.layouts import ExpertContiguous, Indexed, SlotList, SlotMajor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,22 +50,9 @@ class Permute:
         of zeros. R is N * K, or the number of valid slots where the record knows it. An id outside
         ``[0, E_local)`` counts as -1. Raises ``InputError`` for ids that aren't local.
         """
-        if record.id_space is not IdSpace.LOCAL:
-            raise InputError(f"permute needs local expert ids and was given {record.id_space} ones")
         top_k = record.topk_ids.shape[1]
-        ids = record.topk_ids.reshape(-1)
-        experts = self.num_local_experts
-        keys = torch.where((ids < 0) | (ids >= experts), experts, ids)
-        keys, order = torch.sort(keys, stable=True)
-        bounds = torch.arange(experts + 1, dtype=keys.dtype, device=keys.device)
-        starts = torch.searchsorted(keys, bounds, out_int32=True)
-        num_rows = getattr(record, "num_slots", None)
-        row_slots = torch.where(keys < experts, order, -1)[:num_rows]
-        # order is a permutation, so this writes each place once
-        positions = torch.arange(order.shape[0], device=order.device)
-        slot_rows = torch.full_like(order, -1).scatter(
-            0, order, torch.where(keys < experts, positions, -1)
-        )
+        row_slots, slot_rows, starts = sort_slots(record, self.num_local_experts)
+        row_slots = row_slots[: getattr(record, "num_slots", None)]
         state = PermuteState(slot_rows.view(-1, top_k), row_slots)
         tokens = torch.where(row_slots < 0, -1, row_slots // top_k)
         weights = record.topk_weights.reshape(-1, 1)
@@ -83,6 +70,40 @@ class Permute:
         num_tokens, top_k = state.slot_rows.shape
         rows = gather(record.rows, state.slot_rows.reshape(-1), state.row_slots.unsqueeze(1))
         return SlotMajor(rows=rows.view(num_tokens, top_k, rows.shape[1]), paid=record.paid)
+
+
+class Index:
+    """``token_major`` → ``indexed``; the results, ``slot_major``, go back as they are.
+
+    Only ids are sorted: a kernel that takes ``indexed`` gathers its rows while it loads them.
+    """
+
+    def __init__(self, context: BuildContext) -> None:
+        self.num_local_experts = context.num_local_experts
+
+    def there(self, record: TokenMajor) -> tuple[Indexed, PermuteState]:
+        """Ids as ``Permute.there`` reads them; N * K at most 2**31 - 1. Raises ``InputError`` for
+        more, and for ids that aren't local."""
+        if record.topk_ids.numel() >= 2**31:
+            raise InputError(
+                f"{record.topk_ids.numel()} slots in one call: int32 counts up to {2**31 - 1}, "
+                "pass fewer tokens at a time"
+            )
+        row_slots, slot_rows, starts = sort_slots(record, self.num_local_experts)
+        state = PermuteState(slot_rows.view_as(record.topk_ids), row_slots)
+        indexed = Indexed(
+            rows=record.rows,
+            sorted_token_ids=row_slots.int(),
+            slot_rows=state.slot_rows.int(),
+            tokens_per_expert=starts.diff(),
+            expert_starts=starts,
+            topk_weights=record.topk_weights,
+            paid=record.paid,
+        )
+        return indexed, state
+
+    def back(self, record: SlotMajor, state: PermuteState) -> SlotMajor:
+        return record
 
 
 class PermuteReceived(Permute):
@@ -103,6 +124,33 @@ class PermuteReceived(Permute):
         )
 
 
+def sort_slots(
+    record: TokenMajor | RankGrouped, num_local_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots of ``record`` by local expert, stable in (token, slot). Never waits for the device.
+
+    Returns ``(row_slots, slot_rows, expert_starts)``: int64 ``[N * K]``, the flat slot at each
+    place, valid ones first, -1 in the tail; int64 ``[N * K]``, its inverse, -1 for an invalid slot;
+    int32 ``[E_local + 1]``. An id outside ``[0, E_local)`` counts as -1. Raises ``InputError`` for
+    ids that aren't local.
+    """
+    if record.id_space is not IdSpace.LOCAL:
+        raise InputError(
+            f"sorting by expert needs local expert ids and was given {record.id_space} ones"
+        )
+    ids, experts = record.topk_ids.reshape(-1), num_local_experts
+    keys = torch.where((ids < 0) | (ids >= experts), experts, ids)
+    keys, order = torch.sort(keys, stable=True)
+    bounds = torch.arange(experts + 1, dtype=keys.dtype, device=keys.device)
+    starts = torch.searchsorted(keys, bounds, out_int32=True)
+    # order is a permutation, so this writes each place once
+    positions = torch.arange(order.shape[0], device=order.device)
+    slot_rows = torch.full_like(order, -1).scatter(
+        0, order, torch.where(keys < experts, positions, -1)
+    )
+    return torch.where(keys < experts, order, -1), slot_rows, starts
+
+
 def gather(rows: Tensor, index: Tensor, users: Tensor) -> Tensor:
     """``out[j] = rows[index[j]]``, zeros where ``index[j]`` is -1.
 
@@ -115,8 +163,6 @@ def gather(rows: Tensor, index: Tensor, users: Tensor) -> Tensor:
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
-    if not rows.shape[0]:  # nothing to pick from, and every index is -1
-        return rows.new_zeros(index.shape[0], rows.shape[1])
     if not rows.shape[0]:  # nothing to take from, and every index is -1
         return rows.new_zeros(index.shape[0], rows.shape[1])
     taken = rows.index_select(0, index.clamp(min=0))

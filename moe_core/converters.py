@@ -27,6 +27,7 @@ class ConverterSpec:
     back_takes: str
     back_gives: str
     target: str
+    copies: bool = True
     host_syncs: int = 0
     graph_safe: bool = True
     summary: str = ""
@@ -35,9 +36,9 @@ class ConverterSpec:
         """Bytes of rows read and written in one forward, there and back, ids not counted.
 
         ``num_rows`` rows of ``hidden_size`` elements with ``top_k`` slots each: every slot's row is
-        read once and written once, each way.
+        read once and written once, each way. A converter that moves no rows has ``copies`` False.
         """
-        return 4 * num_rows * top_k * hidden_size * element_size
+        return 4 * num_rows * top_k * hidden_size * element_size if self.copies else 0
 
 
 CONVERTERS: tuple[ConverterSpec, ...] = (
@@ -49,6 +50,16 @@ CONVERTERS: tuple[ConverterSpec, ...] = (
         back_gives="slot_major",
         target="moe_core.convert:Permute",
         summary="copies each row once per slot, sorted by expert; results go back to their slots",
+    ),
+    ConverterSpec(
+        name="index",
+        takes="token_major",
+        gives="indexed",
+        back_takes="slot_major",
+        back_gives="slot_major",
+        target="moe_core.convert:Index",
+        copies=False,
+        summary="sorts the slots by expert and leaves the rows where they are",
     ),
     ConverterSpec(
         name="permute_received",

@@ -94,6 +94,45 @@ class ExpertContiguous(Record):
 
 
 @dataclass(frozen=True)
+class ExpertMasked(Record):
+    """A block of rows per expert, of which the first few are taken: static shapes for graphs.
+
+    ``rows`` ``[E_local, capacity, H]``; ``tokens_per_expert`` int32 ``[E_local]``: expert e's rows
+    are ``rows[e, : tokens_per_expert[e]]``, the others may hold anything and nobody may read them.
+    ``row_weights`` ``[E_local, capacity]``: routing weight per row. DeepEP's low-latency layout,
+    DeepGEMM's masked one.
+    """
+
+    layout: ClassVar[str] = "expert_masked"
+    rows: Tensor
+    tokens_per_expert: Tensor
+    row_weights: Tensor
+    paid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Indexed(Record):
+    """Rows where they are, and which of them each expert reads: what a gathering GEMM takes.
+
+    ``rows`` ``[N, H]``. ``sorted_token_ids`` int32 ``[N * K]``: the valid slots as ``token * K +
+    slot``, sorted by local expert, stable in (token, slot), then a tail of -1; expert e's are those
+    from ``expert_starts[e]`` up to ``expert_starts[e + 1]`` (int32 ``[E_local + 1]``), and
+    ``tokens_per_expert`` int32 ``[E_local]`` says how many. ``slot_rows`` int32 ``[N, K]``: the
+    inverse, a slot's place in the sorted list, -1 for an invalid one. ``topk_weights`` ``[N, K]``.
+    After the experts: ``SlotMajor``.
+    """
+
+    layout: ClassVar[str] = "indexed"
+    rows: Tensor
+    sorted_token_ids: Tensor
+    slot_rows: Tensor
+    tokens_per_expert: Tensor
+    expert_starts: Tensor
+    topk_weights: Tensor
+    paid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class SlotMajor(Record):
     """Results, one row per (token, slot): ``rows`` ``[N, K, H]``.
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_core.contracts import BuildContext, IdSpace
-from moe_core.convert import Permute
+from moe_core.convert import Index, Permute
 from moe_core.converters import CONVERTERS
 from moe_core.errors import InputError
-from moe_core.layouts import TokenMajor
+from moe_core.layouts import SlotMajor, TokenMajor
 from moe_core.manifest import LAYOUTS, Request
 
 NAN = float("nan")
@@ -41,6 +41,37 @@ def test_the_table_names_known_layouts_and_real_classes() -> None:
     assert CONVERTERS[0].name == "permute"
     # 6 tokens, 2 slots: 12 rows of 5 bf16 elements = 120 bytes; read and written, there and back
     assert CONVERTERS[0].bytes_moved(6, 2, 5, 2) == 480
+    assert {c.name: c.bytes_moved(6, 2, 5, 2) for c in CONVERTERS}["index"] == 0
+
+
+def test_an_index_says_which_rows_each_expert_reads() -> None:
+    # as below, and an id past the last expert counts as none
+    source = record([[2, -1], [0, 2], [2, 0], [3, -1]])
+    index = Index(BuildContext(Request(), "float32", "cpu", 3, 3, 0))
+    there, state = index.there(replace(source, paid=("rank_sum",)))
+    assert there.rows is source.rows
+    assert there.topk_weights is source.topk_weights
+    assert there.sorted_token_ids.tolist() == [2, 5, 0, 3, 4, -1, -1, -1]
+    assert there.slot_rows.tolist() == [[2, -1], [0, 3], [4, 1], [-1, -1]]
+    assert there.tokens_per_expert.tolist() == [2, 0, 3]
+    assert there.expert_starts.tolist() == [0, 2, 2, 5]
+    made = (there.sorted_token_ids, there.slot_rows, there.tokens_per_expert, there.expert_starts)
+    assert {t.dtype for t in made} == {torch.int32}
+    assert there.paid == ("rank_sum",)
+    results = SlotMajor(torch.rand(4, 2, 3))
+    assert index.back(results, state) is results
+    nobody = TokenMajor(torch.zeros(0, 3), torch.zeros(0, 2).long(), torch.zeros(0, 2))
+    empty, _ = index.there(nobody)
+    assert empty.sorted_token_ids.shape == (0,)
+    assert empty.tokens_per_expert.tolist() == [0, 0, 0]
+
+
+def test_an_index_counts_in_32_bits_and_says_so() -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int64).expand(2**16, 2**15)
+    many = TokenMajor(torch.zeros(1, 1).expand(2**16, 1), ids, ids)
+    index = Index(BuildContext(Request(), "float32", "cpu", 3, 3, 0))
+    with pytest.raises(InputError, match="2147483648 slots in one call"):
+        index.there(many)
 
 
 def test_hand_made_order() -> None:

@@ -165,6 +165,23 @@ def test_layouts_that_do_not_meet_are_refused_by_name() -> None:
     assert "expert_masked" in refusal.wanted
 
 
+def test_rows_are_not_copied_where_a_runner_gathers_them() -> None:
+    wants = {"takes": ["slot_major"], "gives": ["token_major"], "may_pay": ["weight", "slot_sum"]}
+    t = candidate(**TRANSPORT | wants | {"offer": Offer()})
+    ports = {
+        "takes": ["expert_contiguous", "indexed"],
+        "gives": ["expert_contiguous", "slot_major"],
+    }
+    path = find_path(t, candidate(**RUNNER | ports | {"offer": Offer()}), Request())
+    assert isinstance(path, Path)
+    assert path.converter is not None
+    assert (path.converter.name, path.runner_in, path.runner_out) == (
+        "index",
+        "indexed",
+        "slot_major",
+    )
+
+
 def debts(
     transport: dict[str, Any], runner: dict[str, Any], **request: Any
 ) -> Path | list[Refusal]:
