@@ -17,6 +17,16 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With TRITON_INTERPRET=1 only the tests of the kernels: ``make test`` runs both kinds."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    kernels = Path(__file__).parent / "triton"
+    others = [item for item in items if kernels not in item.path.parents]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if kernels in item.path.parents]
+
+
 @dataclass(frozen=True)
 class Newcomer:
     """An empty folder, and an environment of its own that borrows this one's packages: what is
