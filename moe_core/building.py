@@ -12,7 +12,15 @@ import torch.distributed as dist
 from moe_core import environment
 from moe_core.agreement import agree, statement
 from moe_core.errors import ConfigError, Fault
-from moe_core.groups import LOCAL, Groups, group_faults, make_groups, members, place
+from moe_core.groups import (
+    LOCAL,
+    Groups,
+    group_faults,
+    make_groups,
+    members,
+    place,
+    ranks_per_node,
+)
 from moe_core.placement import Placement
 from moe_core.resolution import Resolution, resolve
 
@@ -74,6 +82,7 @@ def plan_layer(
             policy=policy,
             faults=faults,
             num_routed_ids=replace(asked, shared_slots=0).num_physical_slots,
+            ranks_per_node=ranks_per_node(mesh),
             **wants,
         )
         parallel = resolution.parallel  # policy "adjust" may have changed the widths

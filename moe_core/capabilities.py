@@ -112,7 +112,7 @@ _FIX = {
 def part_refusals(candidate: Candidate, request: Request) -> list[Refusal]:
     """All reasons for which this part can't serve; an empty list means that it can."""
     part, label = candidate.part, candidate.label
-    broken = judge(request, part.offer, part.role)
+    broken = [f for f in judge(request, part.offer, part.role) if f.rule.action != "prefer"]
     refusals = [Refusal(label, "rule", f.rule.id, f.message, "", f.fix) for f in broken]
     told = {axis for f in broken for axis in f.rule.axes}
     if request.ep_size * request.tp_size == 1:  # the local path: nothing travels

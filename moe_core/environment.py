@@ -23,6 +23,7 @@ VARIABLES = {
     "MOE_STRICT_PLUGINS": "1: a backend that can't be loaded is an error when backends are listed",
     "MOE_BUILD_TIMEOUT": "seconds that ranks wait for each other when a layer is built (300)",
     "MOE_DEBUG_COLLECTIVES": "1: ranks compare number, kind and sizes before each exchange",
+    "MOE_RANKS_PER_NODE": "how many neighbouring ranks share a node (what torchrun says)",
     "MOE_VALIDATE": "1: look for expert ids out of range on every device, not only on CPUs",
 }
 
@@ -63,6 +64,32 @@ def build_timeout() -> float:
     return seconds
 
 
+_LAUNCHED = (
+    "WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "RANK",
+    "GROUP_RANK",
+    "LOCAL_RANK",
+)
+
+
+def ranks_per_node() -> int | None:
+    """How many neighbouring ranks share a node: ``MOE_RANKS_PER_NODE``, else what torchrun says
+    where it started equally many on each; None = nobody says."""
+    text = os.environ.get("MOE_RANKS_PER_NODE")
+    if text:
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError([Fault("MOE_RANKS_PER_NODE", text, "must be an integer above 0")])
+        return int(text)
+    values = [os.environ.get(name, "") for name in _LAUNCHED]
+    if not all(value.isdecimal() for value in values):
+        return None
+    world, nodes, local, rank, node, local_rank = map(int, values)
+    even = local > 0 and world == nodes * local and rank == node * local + local_rank
+    return local if even else None
+
+
 def _flag(name: str) -> bool:
     text = os.environ.get(name) or "0"
     if text not in ("0", "1"):
@@ -81,7 +108,7 @@ def check_environment() -> list[Fault]:
     """Everything that is wrong with the ``MOE_*`` variables; empty where all is well."""
     faults = [Fault(n, os.environ[n], message) for n, message in unknown_variables().items()]
     spec = backend()
-    checks = (strict_plugins, validate, debug_collectives, build_timeout)
+    checks = (strict_plugins, validate, debug_collectives, build_timeout, ranks_per_node)
     for check in (*checks, lambda: spec and parse_spec(spec, "MOE_BACKEND")):
         try:
             check()

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from moe_core import environment
 from moe_core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -88,6 +91,18 @@ def members(mesh: DeviceMesh | None) -> tuple[int, ...]:
     known = [names.index(name) for name in DIMS if name in names]
     rest = [i for i in range(len(names)) if i not in known]
     return tuple(int(r) for r in mesh.mesh.permute(*rest, *known).flatten().tolist())
+
+
+def ranks_per_node(mesh: DeviceMesh | None) -> int | None:
+    """How many neighbours among the members share a node, for sure; None = nobody says.
+
+    In a mesh of some ranks, or in another order, these are blocks smaller than a node.
+    """
+    size = environment.ranks_per_node()
+    if size is None or mesh is None:
+        return size
+    runs = itertools.groupby(rank // size for rank in members(mesh))
+    return math.gcd(*(len(list(run)) for _, run in runs))
 
 
 def make_groups(parallel: ParallelConfig, mesh: DeviceMesh | None, device: str) -> Groups:

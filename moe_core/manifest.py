@@ -111,6 +111,7 @@ class Request:
     ``limit`` is ``"none"`` or the clamp's form. ``quant`` is ``"none"`` or a name.
     ``dispatch_dtype``/``combine_dtype``: what rows travel in. ``uneven_experts``: the ranks of the
     ep group don't all hold equally many. ``max_tokens_per_rank``: the largest T, None = not known.
+    ``ranks_per_node``: how many neighbouring ranks share a node, None = all do, or nobody said.
     """
 
     device: str = "cpu"
@@ -143,9 +144,23 @@ class Request:
     tp_size: int = 1
     dp_size: int = 1
     max_tokens_per_rank: int | None = None
+    ranks_per_node: int | None = None
     autograd: bool = True
     compile: bool = False
     cuda_graph: bool = False
+
+    @property
+    def ep_ranks_per_node(self) -> int | None:
+        """How many ranks of an ep group share a node; None where groups don't fill nodes evenly.
+
+        Ranks of a group are ``tp_size`` apart, and those of a node are neighbours in it.
+        """
+        block, tp, group = self.ranks_per_node, self.tp_size, self.ep_size * self.tp_size
+        if block is None or self.dp_size * group <= block or block % group == 0:
+            return self.ep_size
+        if group % block == 0 and block % tp == 0:
+            return block // tp
+        return 1 if tp % block == 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -160,6 +175,8 @@ class Offer:
     (``ROLE_AXES``; the widths and what goes with them have rules, ``moe_core.rules``).
     ``dispatch_dtype``/``combine_dtype`` None: rows never leave the rank. ``max_tokens_per_rank``
     None: buffers grow; a range: they don't, so the layer has to say a number that lies in it.
+    ``ranks_per_node`` None: all links are alike to the part; a range: it sends a row to a node once
+    and fans out inside, for ep groups with so many ranks on each node.
     """
 
     device: Values = ("cpu",)
@@ -192,6 +209,7 @@ class Offer:
     tp_size: Range | Values = ONE
     dp_size: Range | Values = ONE
     max_tokens_per_rank: Range | Values | None = None
+    ranks_per_node: Range | Values | None = None
     autograd: bool = False
     compile: bool = False
     cuda_graph: bool = False

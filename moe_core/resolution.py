@@ -52,7 +52,7 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A rule on the layer that only warns: nothing is refused for it."""
+    """A rule that only warns, or puts a part before others: nothing is refused for it."""
 
     rule: str
     message: str
@@ -71,7 +71,8 @@ class Resolution:
     candidate that was looked at. ``source``: where the spec came from (``argument``, ``config``,
     ``MOE_BACKEND``, ``auto``). ``would_work``: what ``auto`` would choose where the spec failed.
     ``request`` is the effective one: under policy ``adjust`` with the widths that ``adjustments``
-    report. ``warnings``: what rules say without refusing.
+    report. ``warnings``: what rules say without refusing; ``preferences``: for what rules the
+    chosen parts come before others that would serve.
     """
 
     request: Request
@@ -83,6 +84,7 @@ class Resolution:
     adjustments: tuple[Adjustment, ...] = ()
     would_work: str = ""
     warnings: tuple[Advice, ...] = ()
+    preferences: tuple[Advice, ...] = ()
     policy: str = "strict"
 
     @property
@@ -133,6 +135,7 @@ class Resolution:
             "converters": [c.name for c in self.converters],
             "adjustments": [asdict(a) for a in self.adjustments],
             "warnings": [asdict(w) for w in self.warnings],
+            "preferences": [asdict(p) for p in self.preferences],
             "refusals": [r.to_dict() for r in self.refusals],
             "would_work": self.would_work,
         }
@@ -161,6 +164,7 @@ class Resolution:
             steps = ", ".join(f"{a.field} {a.before} -> {a.after}" for a in changed)
             lines.append(f"  {'adjusted':<10} {steps} ({changed[0].rule}): {why}")
         lines += [f"  {'warning':<10} {w}" for w in self.warnings]
+        lines += [f"  {'preferred':<10} {p}" for p in self.preferences]
         if self.refusals:
             lines.append("refusals:")
             lines += [f"  {r}" for r in self.refusals]
@@ -188,6 +192,7 @@ def make_request(
     compile: bool = False,
     cuda_graph: bool = False,
     num_routed_ids: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> Request:
     """``device`` is a type (``"cpu"``, ``"cuda"``); an index after it is dropped."""
     act, routing = config.activation, config.router
@@ -225,6 +230,7 @@ def make_request(
         dp_size=parallel.dp_size,
         max_tokens_per_rank=max_tokens_per_rank
         and max_tokens_per_rank + config.padding_tokens(max_tokens_per_rank),
+        ranks_per_node=ranks_per_node,
         autograd=autograd,
         compile=compile,
         cuda_graph=cuda_graph,
@@ -244,12 +250,14 @@ def resolve(
     compile: bool = False,
     cuda_graph: bool = False,
     num_routed_ids: int | None = None,
+    ranks_per_node: int | None = None,
     policy: str = "strict",
 ) -> Resolution:
     """What would run this layer. Precedence: argument > config > ``MOE_BACKEND`` > auto.
 
     ``router`` is ``"custom"`` or ``"none"`` where the caller routes. ``num_routed_ids``: how many
-    a ``Placement`` has, shared slots aside, where that isn't one per expert.
+    a ``Placement`` has, shared slots aside, where that isn't one per expert. ``ranks_per_node``:
+    how many neighbouring ranks share a node; None: what ``MOE_RANKS_PER_NODE`` or torchrun says.
     ``policy``: ``"strict"`` refuses widths that a part hasn't, ``"adjust"`` may change them as the
     rules say and reports it;
     a part that serves unchanged is then preferred. Raises ``ConfigError`` for a
@@ -274,6 +282,7 @@ def resolve(
         compile=compile,
         cuda_graph=cuda_graph,
         num_routed_ids=num_routed_ids,
+        ranks_per_node=ranks_per_node or environment.ranks_per_node(),
     )
     spec = parse_spec(text)
     found = _try_all(spec, request, policy)
@@ -294,6 +303,7 @@ def resolve(
         warnings=tuple(
             Advice(f.rule.id, f.message, f.fix) for f in judge(effective) if f.rule.action == "warn"
         ),
+        preferences=found.preferences,
         policy=policy,
     )
 
@@ -313,6 +323,7 @@ class _Found:
     path: Path | None = None
     request: Request | None = None
     adjustments: tuple[Adjustment, ...] = ()
+    preferences: tuple[Advice, ...] = ()
     refusals: list[Refusal] = field(default_factory=list[Refusal])
 
     @property
@@ -428,6 +439,7 @@ def _try_alternative(
     mover, chosen, found.path = best
     found.parts.update(chosen)
     found.request, found.adjustments = mover.request, mover.adjustments
+    found.preferences = mover.preferences
 
 
 def _order(c: Candidate) -> tuple[int, str, str]:
@@ -445,6 +457,13 @@ class _Mover:
     @property
     def role(self) -> str:
         return self.candidate.part.role
+
+    @property
+    def preferences(self) -> tuple[Advice, ...]:
+        findings = judge(self.request, self.candidate.part.offer, self.role)
+        return tuple(
+            Advice(f.rule.id, f.message, f.fix) for f in findings if f.rule.action == "prefer"
+        )
 
 
 def _mover(candidate: Candidate, request: Request, policy: str) -> _Mover:
@@ -466,11 +485,11 @@ def _mover(candidate: Candidate, request: Request, policy: str) -> _Mover:
 def _best_experts(
     movers: list[_Mover], runners: Mapping[Request, list[Candidate]], refusals: list[Refusal]
 ) -> tuple[_Mover, dict[str, Candidate], Path | None] | None:
-    """The preferred able pair, or fused part, with as few changed widths as possible; ties: one
-    backend, fewer converters, names."""
+    """The preferred able pair, or fused part, with as few changed widths as possible, what a rule
+    prefers first; ties: one backend, fewer converters, names."""
     choices: list[tuple[tuple[Any, ...], _Mover, dict[str, Candidate], Path | None]] = []
     for m in sorted(movers, key=lambda m: _order(m.candidate)):
-        t, changes = m.candidate, len(m.adjustments)
+        t, changes = m.candidate, (len(m.adjustments), not m.preferences)
         if m.role == "fused":
             rank = (changes, -2 * t.part.preference, False, False, False, t.label, "")
             choices.append((rank, m, {"fused": t}, None))

@@ -1,8 +1,9 @@
 """Which widths (ep, tp, dp) go with a layer and with a part: a table, over requests and offers.
 
 No rule knows the name of a backend, so a plugin is judged like a shipped one. ``judge`` runs the
-table. A rule that fires refuses (``require``), says something (``warn``) or has another width to
-propose (``adjust``: refused under policy ``strict``, applied and reported under ``adjust``).
+table. A rule that fires refuses (``require``), says something (``warn``), has another width to
+propose (``adjust``: refused under policy ``strict``, applied and reported under ``adjust``) or puts
+a part that serves before others (``prefer``).
 
 With ``ep_size * tp_size == 1`` nothing travels and any transport is the local path: the rules
 about parts are then silent. What SGLang's rules say (``moe_core/profiles``) is read here in our
@@ -36,6 +37,7 @@ class Example:
     intermediate_size: int = 64
     offer: Offer = field(default_factory=Offer)
     max_tokens_per_rank: int | None = None
+    ranks_per_node: int | None = None
     jitter: float = 0.0
 
     @property
@@ -61,7 +63,7 @@ class Rule:
 
     id: str
     applies: Callable[[Request, Offer], bool]
-    action: str  # require | adjust | warn
+    action: str  # require | adjust | warn | prefer
     message: str
     fix: str
     example: Example
@@ -123,7 +125,12 @@ def numbers(request: Request, offer: Offer) -> dict[str, Any]:
     def evenly(ep: int) -> bool:
         return experts % ep == 0 and (ep == 1 or meets(ep, offer.ep_size))
 
-    slices = _nearest(q.tp_size, inner, slice_fits)
+    def fills_nodes(ep: int) -> bool:
+        holds = (experts % ep == 0 or offer.uneven_experts) and meets(ep, offer.ep_size)
+        return holds and not _nodes_unfit(with_widths(q, ep_size=ep), offer)
+
+    slices, node_ranks = _nearest(q.tp_size, inner, slice_fits), q.ep_ranks_per_node
+    node_widths = _nearest(q.ep_size, experts, fills_nodes)
     return asdict(q) | {
         "ranks": ranks,
         "empty": q.ep_size - experts,
@@ -135,6 +142,10 @@ def numbers(request: Request, offer: Offer) -> dict[str, Any]:
         "padded_intermediate": -(-inner // q.tp_size) * q.tp_size,
         "padded_experts": -(-experts // q.ep_size) * q.ep_size,
         "slice_fix": f"set tp_size={slices}" if slices else "no tp_size gives it such a slice",
+        "node_ranks": node_ranks,
+        "nodes": q.ep_size // (node_ranks or 1),
+        "node_fix": f"set ep_size={node_widths}" if node_widths else "no ep_size fits here",
+        "offered_nodes": show(offer.ranks_per_node),
         "offered_slice": show(offer.intermediate_size),
         "offered_rows": show(offer.rows),
         "offered_tokens": show(offer.max_tokens_per_rank),
@@ -187,6 +198,11 @@ def _sharing(request: Request) -> int:
     return request.tp_size * (request.ep_size if request.rows == "replicated" else 1)
 
 
+def _nodes_unfit(request: Request, offer: Offer) -> bool:
+    share = request.ep_ranks_per_node
+    return share is None or not meets(share, offer.ranks_per_node)
+
+
 def _spans(request: Request, offer: Offer) -> bool:
     one = offer.tp_size in (ONE, (1,))
     ranks = request.ep_size * request.tp_size
@@ -195,6 +211,7 @@ def _spans(request: Request, offer: Offer) -> bool:
 
 # An offer of a part that spreads whole experts over two or more ranks and cuts none.
 _SPREADS = Offer(ep_size=ANY, dp_size=ANY, rows=("distinct",))
+_BY_NODE = replace(_SPREADS, ranks_per_node=ANY, uneven_experts=True)
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -346,5 +363,38 @@ RULES: tuple[Rule, ...] = (
             intermediate_size=768,
             offer=Offer(intermediate_size=Range(min=128, multiple_of=128)),
         ),
+    ),
+    Rule(
+        id="nodes-unfit",
+        applies=lambda q, o: q.ep_size > 1 and o.ranks_per_node is not None and _nodes_unfit(q, o),
+        action="require",
+        message=(
+            "this part sends a row to a node once, so an ep group must fill nodes evenly, with "
+            "{offered_nodes} ranks on each; ep_size={ep_size} with tp_size={tp_size} doesn't where "
+            "nodes have {ranks_per_node} ranks"
+        ),
+        fix=(
+            "{node_fix}, or take a mode or backend that sends rows straight to each rank, or set "
+            "MOE_RANKS_PER_NODE if nodes hold another number"
+        ),
+        roles=_MOVERS,
+        example=Example(parallel=ParallelConfig(ep_size=6), ranks_per_node=4, offer=_BY_NODE),
+    ),
+    Rule(
+        # One rank per node, or all on one: the plain way sends the same, in fewer steps.
+        id="once-per-node",
+        applies=lambda q, o: (
+            o.ranks_per_node is not None
+            and not _nodes_unfit(q, o)
+            and 1 < (q.ep_ranks_per_node or 1) < q.ep_size
+        ),
+        action="prefer",
+        message=(
+            "the {ep_size} ranks of an ep group lie on {nodes} nodes, {node_ranks} on each, and "
+            "this part sends a row to a node once"
+        ),
+        fix="name another mode or backend to send rows straight to each rank",
+        roles=_MOVERS,
+        example=Example(parallel=ParallelConfig(ep_size=8), ranks_per_node=4, offer=_BY_NODE),
     ),
 )

@@ -46,7 +46,11 @@ def plugin(transport: Offer = EVERYTHING, runner: Offer | None = None, fused: Of
 
 
 def ask(
-    config: MoEConfig, parallel: ParallelConfig, tokens: int | None, policy: str = "strict"
+    config: MoEConfig,
+    parallel: ParallelConfig,
+    tokens: int | None,
+    policy: str = "strict",
+    node: int | None = None,
 ) -> Resolution:
     return resolve(
         config,
@@ -55,6 +59,7 @@ def ask(
         router="none",
         autograd=False,
         max_tokens_per_rank=tokens,
+        ranks_per_node=node,
         policy=policy,
     )
 
@@ -68,7 +73,7 @@ def install_for(rule: Rule) -> None:
 
 def fired(found: Resolution) -> list[str]:
     said = [r.axis for r in found.refusals if r.code == "rule"]
-    said += [w.rule for w in found.warnings]
+    said += [a.rule for a in (*found.warnings, *found.preferences)]
     return said + list(dict.fromkeys(a.rule for a in found.adjustments))
 
 
@@ -84,6 +89,8 @@ FITS = {
     "tokens-unsaid": (ParallelConfig(ep_size=4), 1024),
     "tokens-unfit": (ParallelConfig(ep_size=4), 1024),
     "tp-slice": (ParallelConfig(tp_size=6), None),
+    "nodes-unfit": (ParallelConfig(ep_size=4), None),  # one node
+    "once-per-node": (ParallelConfig(ep_size=4), None),
 }
 
 
@@ -91,12 +98,13 @@ def check(rule: Rule) -> None:
     """Its example breaks it and nothing else; a layer close by doesn't break it."""
     install_for(rule)
     example = rule.example
-    found = ask(example.config, example.parallel, example.max_tokens_per_rank)
+    node = example.ranks_per_node
+    found = ask(example.config, example.parallel, example.max_tokens_per_rank, node=node)
     assert fired(found) == [rule.id]
-    assert found.ok == (rule.action == "warn")
-    assert len(found.refusals) == (rule.action != "warn")
+    assert found.ok == (rule.action in ("warn", "prefer"))
+    assert len(found.refusals) != found.ok
     parallel, tokens = FITS[rule.id]
-    found = ask(example.config, parallel, tokens)
+    found = ask(example.config, parallel, tokens, node=node)
     assert (found.ok, fired(found), found.refusals) == (True, [], ())
 
 
@@ -122,7 +130,8 @@ def test_golden_texts(rule: Rule, policy: str) -> None:
     """What a user reads. A change here is a change of the interface: read the new text first."""
     install_for(rule)
     example = rule.example
-    found = ask(example.config, example.parallel, example.max_tokens_per_rank, policy)
+    tokens, node = example.max_tokens_per_rank, example.ranks_per_node
+    found = ask(example.config, example.parallel, tokens, policy, node)
     golden = GOLDENS / f"{rule.id}.{policy}.txt"
     assert found.table() + "\n" == golden.read_text(encoding="utf-8")
 
@@ -132,9 +141,10 @@ def test_the_table_is_consistent() -> None:
     assert {path.name for path in GOLDENS.iterdir()} == names
     assert len(names) == len(RULES) * len(POLICIES)
     for rule in RULES:
-        assert rule.action in ("require", "adjust", "warn")
+        assert rule.action in ("require", "adjust", "warn", "prefer")
         assert (rule.change is not None) == (rule.action == "adjust")
         assert not (rule.action == "warn" and rule.roles)  # a part's warning would go unheard
+        assert rule.action != "prefer" or rule.roles  # and a layer has nothing to be preferred to
 
 
 # ------------------------------------------------------- an oracle, written without the rules
@@ -225,6 +235,70 @@ def test_a_part_that_serves_unchanged_is_preferred() -> None:
         assert resolve(config, cut, "eager", **wants).parallel == whole
     finally:
         unregister_backend("eager")
+
+
+@pytest.mark.parametrize(
+    ("ep", "tp", "dp", "node", "share"),
+    [
+        (4, 1, 1, None, 4),  # nobody said: one node
+        (4, 1, 1, 8, 4),
+        (4, 1, 1, 4, 4),
+        (4, 1, 1, 2, 2),
+        (4, 1, 1, 1, 1),
+        (4, 2, 1, 4, 2),  # pairs of tp side by side
+        (2, 4, 1, 2, 1),  # a tp group over two nodes: each of its ranks has its own ep group
+        (2, 1, 4, 4, 2),  # two groups to a node
+        (3, 1, 2, 3, 3),
+        (3, 1, 1, 2, None),  # 0 1 | 2
+        (3, 1, 2, 4, None),  # 0 1 2 3 | 4 5
+        (3, 1, 2, 6, 3),
+        (2, 3, 1, 2, None),  # ep groups 0 3, 1 4, 2 5 on 0 1 | 2 3 | 4 5: each on two of three
+    ],
+)
+def test_ranks_of_a_group_that_share_a_node(
+    ep: int, tp: int, dp: int, node: int | None, share: int | None
+) -> None:
+    """Against the definition: which node each rank of each ep group is on."""
+    config = MoEConfig(hidden_size=4, intermediate_size=12, num_experts=12, top_k=1)
+    parallel = ParallelConfig(ep_size=ep, tp_size=tp, dp_size=dp)
+    request = make_request(config, parallel, ranks_per_node=node)
+    assert request.ep_ranks_per_node == share
+    groups = [
+        [((d * ep + e) * tp + t) // (node or 99) for e in range(ep)]
+        for d, t in itertools.product(range(dp), range(tp))
+    ]
+    if share is not None:
+        for nodes in groups:
+            assert {nodes.count(n) for n in nodes} == {share}
+            assert nodes == sorted(nodes)
+
+
+def test_who_knows_nodes_comes_first_only_where_it_helps() -> None:
+    plugin(replace(EVERYTHING, ep_size=ANY))
+    layouts: dict[str, Any] = {"takes": ("slot_major",), "gives": ("token_major",)}
+    debts: dict[str, Any] = {"may_pay": ("weight", "slot_sum", "rank_sum", "tp_sum")}
+    offer = replace(EVERYTHING, ranks_per_node=(1, 2))
+    part = Part(role="transport", target="x:T", offer=offer, preference=-9, **layouts, **debts)
+    register_backend(Backend(name="aware", parts=(part,)))
+    try:
+        config = MoEConfig(hidden_size=4, intermediate_size=8, num_experts=8, top_k=1)
+        wants: dict[str, Any] = {"router": "none", "autograd": False}
+        wide = ParallelConfig(ep_size=4)
+
+        def names(node: int | None, spec: str = "auto") -> tuple[str, list[str]]:
+            found = resolve(config, wide, spec, ranks_per_node=node, **wants)
+            return found.name, [p.rule for p in found.preferences]
+
+        assert names(2) == ("aware+plugin", ["once-per-node"])
+        assert names(2, "plugin") == ("plugin", [])
+        assert names(None) == ("plugin", [])
+        assert names(1) == ("plugin", [])  # nothing to fan out to
+        assert names(1, "aware") == ("aware+plugin", [])
+        refused = resolve(config, wide, "aware", ranks_per_node=4, **wants)
+        assert fired(refused) == ["nodes-unfit"]  # it offers one or two to a node
+        assert "1, 2 ranks on each" in refused.why_not()
+    finally:
+        unregister_backend("aware")
 
 
 def test_a_fused_part_has_the_same_rules() -> None:

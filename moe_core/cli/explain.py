@@ -77,7 +77,12 @@ def rules_table() -> str:
     lines = ["| rule | action | says, for example | and advises to |", "|---|---|---|---|"]
     for rule in RULES:
         e = rule.example
-        request = make_request(e.config, e.parallel, max_tokens_per_rank=e.max_tokens_per_rank)
+        request = make_request(
+            e.config,
+            e.parallel,
+            max_tokens_per_rank=e.max_tokens_per_rank,
+            ranks_per_node=e.ranks_per_node,
+        )
         found = judge(request, e.offer, rule.roles[0] if rule.roles else "")
         (finding,) = (f for f in found if f.rule is rule)
         lines.append(f"| `{rule.id}` | {rule.action} | {finding.message} | {finding.fix} |")
