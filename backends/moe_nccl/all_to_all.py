@@ -14,6 +14,7 @@ from moe_core.layouts import RankGrouped, Record, SlotList
 from moe_core.local import check_weight_is_paid_once, sum_indexed
 from moe_nccl.base import DistributedTransport
 from moe_nccl.channel import Splits, wait
+from moe_nccl.spread import slot_hits, slot_places, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,43 +54,35 @@ class AllToAllTransport(DistributedTransport[AllToAllPlan]):
     ) -> Pending[tuple[Record, Handle[AllToAllPlan]]]:
         topk_ids, topk_weights = routing.ids_and_weights()
         rows, weights = self.enter(hidden_states, topk_weights)
-        num_tokens, top_k = topk_ids.shape
-        ranks = torch.arange(self.ep.size, device=topk_ids.device)
         rank_of, slot_of = self.homes(routing)
-        slot_hits = rank_of[None] == ranks[:, None, None]  # [EP, T, K]
-        hits = slot_hits.any(-1)  # [EP, T]: one row per (token, rank), never one per expert
-        counts = torch.stack([hits.sum(1), slot_hits.sum((1, 2))], 1)
+        of_slots = slot_hits(rank_of, self.ep.size)
+        hits = of_slots.any(-1)  # [EP, T]: one row per (token, rank), never one per expert
+        counts = torch.stack([hits.sum(1), of_slots.sum((1, 2))], 1)
         sent, received = self.exchange_counts(counts, None)
         send_rows, send_slots = sent[0::2], sent[1::2]
         receive_rows, receive_slots = received[0::2], received[1::2]
 
         # In order of (rank, token); the sizes are known here, so nothing waits for the device.
-        pairs = torch.nonzero_static(hits.flatten(), size=sum(send_rows)).squeeze(1)
-        token, to_rank = pairs % max(num_tokens, 1), pairs // max(num_tokens, 1)
-        there = rank_of[token] == to_rank[:, None]
-        ids = slot_of[token].masked_fill(~there, -1).to(torch.int32)
-        token_rows = _rank_index(hits, top_k)
-        carried = torch.where(there, gather(weights, token, token_rows), 0)
+        sends = spread(rank_of, hits, sum(send_rows))
+        ids = slot_of[sends.rows].masked_fill(~sends.there, -1).to(torch.int32)
+        carried = torch.where(sends.there, gather(weights, sends.rows, sends.copies), 0)
         (out_rows, out_weights, out_ids), works = self.ep.exchange(
             "dispatch",
-            (gather(rows, token, token_rows).to(self.dispatch_dtype), carried, ids),
+            (gather(rows, sends.rows, sends.copies).to(self.dispatch_dtype), carried, ids),
             send_rows,
             receive_rows,
         )
         plan = AllToAllPlan(
-            num_tokens=num_tokens,
+            num_tokens=topk_ids.shape[0],
             topk_ids=topk_ids,
             topk_weights=weights,
             send_rows=send_rows,
             receive_rows=receive_rows,
             send_slots=send_slots,
             receive_slots=receive_slots,
-            home_index=_slot_index(rank_of) if self.per_slot else token_rows,
+            home_index=slot_places(rank_of) if self.per_slot else sends.copies,
             received_weights=out_weights,
-            slot_rows=_places(hits)
-            .t()
-            .gather(1, rank_of.clamp(min=0))
-            .masked_fill(rank_of < 0, -1),
+            slot_rows=sends.slot_copies,
             dtype=hidden_states.dtype,
         )
 
@@ -138,25 +131,3 @@ class AllToAllTransport(DistributedTransport[AllToAllPlan]):
         sent, got = torch.stack([mine, received]).tolist()  # the one host sync
         self.raise_together([row[2] for row in got], fault)
         return [[n for row in table for n in row[:2]] for table in (sent, got)]
-
-
-def _rank_index(hits: Tensor, top_k: int) -> Tensor:
-    """``[EP, T]`` → ``[T, min(K, EP)]``: places of a token's rows in (rank, token) order."""
-    first = _places(hits).t().sort(1).values[:, : min(top_k, hits.shape[0])]
-    return first.masked_fill(first == hits.numel(), -1)
-
-
-def _places(hits: Tensor) -> Tensor:
-    """``[EP, T]``: the row of each hit among all hits; ``hits.numel()`` where there's none."""
-    return torch.where(hits, hits.flatten().cumsum(0).view_as(hits) - 1, hits.numel())
-
-
-def _slot_index(rank_of: Tensor) -> Tensor:
-    """``[T, K]``: places of the slots in (rank, token, slot) order, -1 for invalid ones."""
-    flat = rank_of.flatten()
-    invalid = flat < 0
-    order = flat.masked_fill(invalid, torch.iinfo(flat.dtype).max).argsort(stable=True)
-    places = torch.empty_like(order).scatter_(
-        0, order, torch.arange(order.shape[0], device=order.device)
-    )
-    return places.masked_fill(invalid, -1).view_as(rank_of)

@@ -30,8 +30,10 @@ Splits = list[int]
 
 
 class Channel:
-    """``collectives`` counts what was sent, by kind. With ``MOE_DEBUG_COLLECTIVES=1`` (read when
-    built) the ranks compare number, kind and sizes before each exchange and raise alike."""
+    """``collectives`` counts exchanges, ``bytes_sent`` what each rank of the group was sent in them,
+    both by kind and since the layer was built (backward too, which no trace sees). With
+    ``MOE_DEBUG_COLLECTIVES=1`` (read when built) the ranks compare number, kind and sizes before
+    each exchange and raise alike."""
 
     def __init__(self, group: ProcessGroup | None, ranks: Sequence[int] = (0,)) -> None:
         """``ranks``: global ranks of the layer, in the order of its widths."""
@@ -41,6 +43,7 @@ class Channel:
         self.global_ranks = [ranks[0]] if group is None else dist.get_process_group_ranks(group)
         self.places = [ranks.index(r) for r in self.global_ranks]
         self.collectives: Counter[str] = Counter()
+        self.bytes_sent: dict[str, list[int]] = {}
         self._debug = environment.debug_collectives()
 
     def exchange(
@@ -62,7 +65,7 @@ class Channel:
         if self.size == 1:
             out.copy_(tensor)
             return out, None
-        _report_bytes(kind, self, send, tensor)
+        self._count_bytes(kind, send, tensor)
         work = dist.all_to_all_single(
             _bytes(out), _bytes(tensor), receive, send, group=self.group, async_op=True
         )
@@ -75,7 +78,7 @@ class Channel:
         out = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         if self.size == 1 or not tensor.numel():
             return out.copy_(tensor) if self.size == 1 else out
-        _report_bytes(kind, self, [len(tensor)] * self.size, tensor)
+        self._count_bytes(kind, [len(tensor)] * self.size, tensor)
         dist.all_gather_into_tensor(_bytes(out), _bytes(tensor), group=self.group)
         return out
 
@@ -94,6 +97,16 @@ class Channel:
             call.collectives.append(kind)
         if self._debug and self.size > 1:
             self._cross_check(kind, send, receive)
+
+    def _count_bytes(self, kind: str, send: Splits, tensor: Tensor) -> None:
+        call, row = tracing.current(), tensor.element_size() * math.prod(tensor.shape[1:])
+        sent = self.bytes_sent.setdefault(kind, [0] * self.size)
+        for peer, rows in enumerate(send):
+            if peer == self.rank or not rows:
+                continue
+            sent[peer] += rows * row
+            if call is not None:
+                call.add_traffic(kind, self.places[self.rank], self.places[peer], rows * row)
 
     def _cross_check(self, kind: str, send: Splits, receive: Splits) -> None:
         said: list[Any] = [None] * self.size
@@ -183,14 +196,3 @@ def _bytes(tensor: Tensor) -> Tensor:
     """``[n, ...]`` contiguous → uint8 ``[n, bytes per row]``, for n = 0 as well."""
     rows, per_row = tensor.shape[0], math.prod(tensor.shape[1:])
     return tensor.reshape(rows, per_row).view(torch.uint8)
-
-
-def _report_bytes(kind: str, channel: Channel, send: Splits, tensor: Tensor) -> None:
-    call = tracing.current()
-    if call is None:
-        return
-    row = tensor.element_size() * math.prod(tensor.shape[1:])
-    places = channel.places
-    for peer, rows in enumerate(send):
-        if peer != channel.rank and rows:
-            call.add_traffic(kind, places[channel.rank], places[peer], rows * row)
