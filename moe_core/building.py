@@ -62,6 +62,7 @@ def plan_layer(
     """
     asked = placement or Placement(config.num_experts, parallel.ep_size)
     faults = _placement_faults(asked, config, parallel, shared_slots, wants)
+    faults += _sum_faults(config, parallel)
     if policy == "adjust" and (placement is not None or shared_slots):
         message = (
             "could change the widths, and these slots are placed for the widths asked for: set "
@@ -177,4 +178,25 @@ def _placement_faults(
     if config.shared_tp and config.shared_width % parallel.tp_size:
         message = f"cuts each shared expert's width of {config.shared_width}: must divide it"
         faults.append(Fault("tp_size", parallel.tp_size, f"shared_tp {message}"))
+    return faults
+
+
+def _sum_faults(config: MoEConfig, parallel: ParallelConfig) -> list[Fault]:
+    """What can't be left in parts for the caller to sum."""
+    faults: list[Fault] = []
+    if parallel.final_sum == "layer" or parallel.copies == 1:
+        return faults
+    if config.num_shared_experts and not config.shared_slots:
+        message = (
+            f"the caller sums over {parallel.copies} ranks (final_sum=caller) and would count what "
+            "stands beside the routed experts once per rank: set shared_placement=slots, or run "
+            "SharedExperts on the caller's own rows"
+        )
+        faults.append(Fault("num_shared_experts", config.num_shared_experts, message))
+    if config.combine == "per_slot" and parallel.rows == "replicated":
+        message = (
+            "sums in slot order what lies on all ranks of an ep group, which a caller that sums "
+            "parts (final_sum=caller) can't: set combine=per_rank"
+        )
+        faults.append(Fault("combine", config.combine, message))
     return faults

@@ -106,6 +106,7 @@ _FIX = {
     "alpha": "leave activation.alpha unset",
     "bias": "set bias=false",
     "weight_on_input": "set apply_router_weight_on_input=false",
+    "final_sum": "leave ParallelConfig.final_sum at 'layer'",
 }
 
 
@@ -117,6 +118,8 @@ def part_refusals(candidate: Candidate, request: Request) -> list[Refusal]:
     told = {axis for f in broken for axis in f.rule.axes}
     if request.ep_size * request.tp_size == 1:  # the local path: nothing travels
         told |= {"ep_size", "tp_size", "dispatch_dtype", "combine_dtype"}
+    if request.copies == 1:  # each row is one rank's, and nothing is left to sum
+        told.add("final_sum")
     if request.tp_size > 1:  # what a part sees is the slice: a rule compares that
         told.add("intermediate_size")
     for axis in ROLE_AXES[part.role]:
@@ -201,7 +204,8 @@ class Path:
     """How one transport and one runner meet.
 
     ``dispatched`` → [converter] → ``runner_in`` → ``runner_out`` → [converter's way back] →
-    ``combined``. ``payers``: debt → ``"transport"``, ``"runner"`` or ``"converter"``.
+    ``combined``. ``payers``: debt → ``"transport"``, ``"runner"`` or ``"converter"``; ``"caller"``
+    for the sums that ``ParallelConfig.final_sum`` leaves to the layer's.
     """
 
     converter: ConverterSpec | None
@@ -279,6 +283,9 @@ def _assign_debts(
             problems.append(Refusal(pair, "debt", debt, "paid once", problem, _ONE_PAYER))
         elif fixed or able:
             payers[debt] = (fixed or able)[-1]
+            left = request.tp_size if debt == "tp_sum" else request.copies // request.tp_size
+            if request.final_sum == "caller" and debt in ("rank_sum", "tp_sum") and left > 1:
+                payers[debt] = "caller"
         else:
             problems.append(Refusal(pair, "debt", debt, "paid once", "not paid", _ONE_PAYER))
     rows_out = runner_out in ROW_LAYOUTS

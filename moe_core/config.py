@@ -25,6 +25,7 @@ W13_LAYOUTS = ("gate_up", "up_gate", "interleaved")
 CAPACITY_POLICIES = ("drop", "pad")
 COMBINES = ("per_rank", "per_slot")
 ROWS = ("distinct", "replicated")
+FINAL_SUMS = ("layer", "caller")
 SHARED_PLACEMENTS = ("apart", "slots")
 
 
@@ -211,19 +212,28 @@ class ParallelConfig(_Config):
     ``ep_size`` spreads experts, ``tp_size`` cuts each expert's ``intermediate_size``, ``dp_size``
     replicates the expert set. Tokens differ over dp and ep and are equal within tp.
     ``rows="replicated"``: tokens are equal over ep as well, on entry and in the layer's output.
+    ``final_sum="caller"``: the ranks that hold the same rows (``copies``) get a part each of the
+    layer's output, in ``combine_dtype``, and whoever calls it sums them (``RowExchange`` does).
     """
 
     ep_size: int = 1
     tp_size: int = 1
     dp_size: int = 1
     rows: str = "distinct"
+    final_sum: str = "layer"
 
     def __post_init__(self) -> None:
         faults = Faults()
         for name in ("ep_size", "tp_size", "dp_size"):
             faults.integer(name, getattr(self, name))
         faults.choice("rows", self.rows, ROWS)
+        faults.choice("final_sum", self.final_sum, FINAL_SUMS)
         faults.settle()
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same rows."""
+        return self.tp_size * (self.ep_size if self.rows == "replicated" else 1)
 
     @property
     def world_size(self) -> int:

@@ -109,9 +109,11 @@ class Request:
     ``num_experts``: ids that parts see, one per routed slot or hole (``moe_core.placement``; shared
     slots come on top); ``top_k``: how many slots a token goes to, the routing width.
     ``limit`` is ``"none"`` or the clamp's form. ``quant`` is ``"none"`` or a name.
-    ``dispatch_dtype``/``combine_dtype``: what rows travel in. ``uneven_experts``: the ranks of the
-    ep group don't all hold equally many. ``max_tokens_per_rank``: the largest T, None = not known.
-    ``ranks_per_node``: how many neighbouring ranks share a node, None = all do, or nobody said.
+    ``dispatch_dtype``/``combine_dtype``: what rows travel in. ``final_sum``: who sums over the
+    ranks that hold the same rows, the ``"layer"`` or its ``"caller"``. ``uneven_experts``: the
+    ranks of the ep group don't all hold equally many. ``max_tokens_per_rank``: the largest T,
+    None = not known. ``ranks_per_node``: how many neighbouring ranks share a node, None = all do,
+    or nobody said.
     """
 
     device: str = "cpu"
@@ -135,6 +137,7 @@ class Request:
     dispatch_dtype: str = "float32"
     combine_dtype: str = "float32"
     rows: str = "distinct"
+    final_sum: str = "layer"
     uneven_experts: bool = False
     hidden_size: int = 1
     intermediate_size: int = 1
@@ -148,6 +151,11 @@ class Request:
     autograd: bool = True
     compile: bool = False
     cuda_graph: bool = False
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same rows."""
+        return self.tp_size * (self.ep_size if self.rows == "replicated" else 1)
 
     @property
     def ep_ranks_per_node(self) -> int | None:
@@ -200,6 +208,7 @@ class Offer:
     dispatch_dtype: Values | None = None
     combine_dtype: Values | None = None
     rows: Values = ("distinct", "replicated")
+    final_sum: Values = ("layer",)
     uneven_experts: bool = False
     hidden_size: Range | Values = ANY
     intermediate_size: Range | Values = ANY
@@ -238,7 +247,7 @@ class Offer:
 
 _EVERYWHERE = ("device", "dtype", "autograd", "compile", "cuda_graph")
 _TRANSPORT = (
-    *("routing_ids", "capacity", "combine", "dispatch_dtype", "combine_dtype"),
+    *("routing_ids", "capacity", "combine", "dispatch_dtype", "combine_dtype", "final_sum"),
     *("hidden_size", "num_experts", "top_k"),
 )
 _WIDTHS = ("ep_size", "tp_size", "dp_size")

@@ -95,7 +95,8 @@ class Resolution:
     def parallel(self) -> ParallelConfig:
         """The effective widths: those that a layer is to be built with."""
         q = self.request
-        return ParallelConfig(ep_size=q.ep_size, tp_size=q.tp_size, dp_size=q.dp_size, rows=q.rows)
+        names = ("ep_size", "tp_size", "dp_size", "rows", "final_sum")
+        return ParallelConfig(**{name: getattr(q, name) for name in names})
 
     @property
     def converters(self) -> tuple[ConverterSpec, ...]:
@@ -220,6 +221,7 @@ def make_request(
         combine_dtype=config.combine_dtype
         or ("float64" if config.dtype == "float64" else "float32"),
         rows=parallel.rows,
+        final_sum=parallel.final_sum,
         uneven_experts=num_ids % parallel.ep_size != 0,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -195,7 +195,7 @@ def _slice_unfit(request: Request, offer: Offer) -> bool:
 
 def _sharing(request: Request) -> int:
     """How many ranks hold the same tokens."""
-    return request.tp_size * (request.ep_size if request.rows == "replicated" else 1)
+    return request.copies
 
 
 def _nodes_unfit(request: Request, offer: Offer) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moe_core import cli, environment
+from moe_core import ParallelConfig, cli, environment
 from moe_core.cli import main
 from moe_core.cli.explain import rules_table
 from moe_core.registry import register_backend, unregister_backend
@@ -151,7 +151,7 @@ def test_adjusted_widths_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ep_size 2 -> 8, tp_size 4 -> 1 (spanning)" in capsys.readouterr().out
     assert main([*words, "--json", "--max-tokens-per-rank", "64"]) == cli.OK
     data = json.loads(capsys.readouterr().out)
-    assert data["parallel"] == {"ep_size": 8, "tp_size": 1, "dp_size": 1, "rows": "distinct"}
+    assert data["parallel"] == ParallelConfig(ep_size=8).to_dict()
     assert [a["field"] for a in data["adjustments"]] == ["ep_size", "tp_size"]
     assert data["request"]["max_tokens_per_rank"] == 64
     assert main(["explain", "--rows", "replicated"]) == cli.OK
@@ -164,7 +164,9 @@ def test_sglang(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "set    spanning: ep_size 4 -> 8" in out
     assert "[arg_groups/overrides.py:1578-1592,1610-1620]" in out
-    assert out.splitlines()[-1].endswith("ep_size=8, tp_size=1, dp_size=1, rows=distinct")
+    assert out.splitlines()[-1].endswith(
+        "ep_size=8, tp_size=1, dp_size=1, rows=distinct, final_sum=layer"
+    )
     words = ["explain", "--sglang", flags, "--sglang", "runner=triton", "--num-experts", "60"]
     assert main(words) == cli.NO
     out = capsys.readouterr().out

@@ -557,7 +557,7 @@ def test_describe_is_json_and_shows_what_is_in_effect() -> None:
     described = layer("torch").describe()
     assert json.loads(json.dumps(described)) == described
     assert described["backend"] == "torch"
-    assert described["widths"] == {"ep_size": 1, "tp_size": 1, "dp_size": 1, "rows": "distinct"}
+    assert described["widths"] == ParallelConfig().to_dict()
     assert described["parts"]["runner"] == "torch.runner"
     assert not layer("torch").stats()["invalid_ids"]
     assert moe_core.MoELayer is MoELayer

@@ -37,6 +37,7 @@ class DistributedTransport(Transport[PlanT]):
         self.slot_map = SlotMap(placement, context.device)
         self.per_slot = request.combine == "per_slot"
         self.pays_weight = "weight" in context.pays
+        self.sums_copies = request.final_sum == "layer"
         self.dispatch_dtype: torch.dtype = getattr(torch, request.dispatch_dtype)
         self.combine_dtype: torch.dtype = getattr(torch, request.combine_dtype)
         if self.ep.size * self.tp.size == 1:  # nothing travels, so nothing is rounded for it
@@ -53,7 +54,9 @@ class DistributedTransport(Transport[PlanT]):
         return rows, weights
 
     def leave(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sums of float32/64 → summed over tp, rounded once."""
+        """Sums of float32/64 → summed over tp, rounded once; or left as parts for the caller."""
+        if self.tp.size > 1 and not self.sums_copies:
+            return total.to(self.combine_dtype)
         return reduce(self.tp, total).to(dtype)
 
     def shared_fault(self, fault: str | None) -> Tensor:

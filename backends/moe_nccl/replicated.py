@@ -105,6 +105,8 @@ class ReplicatedTransport(DistributedTransport[ReplicatedPlan]):
             weights = plan.gathered_weights if self.pays_weight else None
             part = sum_indexed(record.rows, record.slot_index, weights).to(self.combine_dtype)
             total = self._sum_parts(part, plan)
+        if not self.sums_copies and not self.distinct:
+            return Pending.ready(total.to(self.combine_dtype))
         return Pending.ready(self.leave(total, plan.dtype))
 
     def _combine_slots(self, record: SlotList, plan: ReplicatedPlan) -> Tensor:
@@ -127,7 +129,7 @@ class ReplicatedTransport(DistributedTransport[ReplicatedPlan]):
 
     def _sum_parts(self, part: Tensor, plan: ReplicatedPlan) -> Tensor:
         if not self.distinct:
-            return reduce(self.ep, part.to(sum_dtype(plan.dtype)))
+            return reduce(self.ep, part.to(sum_dtype(plan.dtype))) if self.sums_copies else part
         splits = [plan.chunk] * self.ep.size
         (home,), works = self.ep.exchange("combine", (part,), splits, splits)
         wait(works)
