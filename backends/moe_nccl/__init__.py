@@ -13,7 +13,6 @@ _OFFER: dict[str, Any] = {
     "dtype": _DTYPES,
     "dispatch_dtype": _DTYPES,
     "combine_dtype": _DTYPES,
-    "final_sum": ["layer", "caller"],
     "uneven_experts": True,
     "ep_size": {"min": 1},
     "tp_size": {"min": 1},
@@ -46,6 +45,13 @@ BACKEND: dict[str, Any] = {
             "mode": "replicated",
             "offer": _OFFER | {"rows": ["distinct", "replicated"]},
             "preference": 4,
+        },
+        _PART
+        | {
+            "target": "moe_nccl.hierarchical:HierarchicalTransport",
+            "mode": "hierarchical",
+            "offer": _OFFER | {"rows": ["distinct"], "ranks_per_node": {"min": 1}},
+            "preference": 3,  # a rule prefers it where there are nodes to cross
         },
     ],
 }

@@ -30,7 +30,7 @@ Splits = list[int]
 
 
 class Channel:
-    """``collectives`` counts exchanges, ``bytes_sent`` what each rank of the group was sent in them,
+    """``collectives`` counts exchanges and ``bytes_sent`` what each rank of the group was sent,
     both by kind and since the layer was built (backward too, which no trace sees). With
     ``MOE_DEBUG_COLLECTIVES=1`` (read when built) the ranks compare number, kind and sizes before
     each exchange and raise alike."""
