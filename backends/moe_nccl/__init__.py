@@ -13,6 +13,7 @@ _OFFER: dict[str, Any] = {
     "dtype": _DTYPES,
     "dispatch_dtype": _DTYPES,
     "combine_dtype": _DTYPES,
+    "final_sum": ["layer", "caller"],
     "uneven_experts": True,
     "ep_size": {"min": 1},
     "tp_size": {"min": 1},
