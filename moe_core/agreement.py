@@ -40,11 +40,19 @@ def statement(
     return versions | request | parts | {"fingerprint": resolution.fingerprint} | extra
 
 
-def agree(ranks: tuple[int, ...], rank: int, mine: dict[str, Any]) -> None:
+def agree(
+    ranks: tuple[int, ...],
+    rank: int,
+    mine: dict[str, Any],
+    *,
+    absent: str = "built no layer with these ranks",
+    duty: str = "build the same layers in the same order, with the same widths",
+) -> None:
     """Collective over ``ranks`` (global), ``rank`` being this process's place among them.
 
     Raises ``ConfigError`` on every rank if one refused, differs in a field, or doesn't come within
-    ``MOE_BUILD_TIMEOUT`` seconds; the faults name ranks and fields.
+    ``MOE_BUILD_TIMEOUT`` seconds; the faults name ranks and fields. ``absent``, ``duty``: what is
+    said of a rank that didn't come.
     """
     store, number = _store_of(ranks)
     try:
@@ -57,10 +65,7 @@ def agree(ranks: tuple[int, ...], rank: int, mine: dict[str, Any]) -> None:
         store.wait(keys, timedelta(seconds=limit))
     except RuntimeError as error:
         missing = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
-        message = (
-            f"built no layer with these ranks within {limit:g} s (MOE_BUILD_TIMEOUT): every rank "
-            "must build the same layers in the same order, with the same widths"
-        )
+        message = f"{absent} within {limit:g} s (MOE_BUILD_TIMEOUT): every rank must {duty}"
         raise ConfigError([Fault(f"rank {r}", "absent", message) for r in missing]) from error
     said = [json.loads(store.get(key)) for key in keys]
     faults = disagreements(ranks, said)

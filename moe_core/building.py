@@ -61,7 +61,7 @@ def plan_layer(
     ``placement`` None: contiguous. ``shared_slots``: per rank, added to it.
     """
     asked = placement or Placement(config.num_experts, parallel.ep_size)
-    faults = _placement_faults(asked, config, parallel, shared_slots, wants)
+    faults = placement_faults(asked, config, parallel, shared_slots, wants)
     faults += _sum_faults(config, parallel)
     if policy == "adjust" and (placement is not None or shared_slots):
         message = (
@@ -148,7 +148,7 @@ def resolve_or_raise(
     return resolution
 
 
-def _placement_faults(
+def placement_faults(
     placement: Placement,
     config: MoEConfig,
     parallel: ParallelConfig,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,6 +184,22 @@ class Experts(nn.Module):
         )
         self._prepared: tuple[tuple[Any, ...], ExpertWeights] | None = None
 
+    def set_placement(self, placement: Placement) -> None:
+        """Say which expert each slot holds from now on; the weights are the caller's to move
+        (``moe_core.balance.move_experts`` does both).
+
+        Maps and prepared weights change in place, so that captured graphs go by them. Raises
+        ``ConfigError`` where that can't be (``SlotMap.update``). Every rank must do the same.
+        """
+        self.pipeline.slot_map.update(placement)
+        self.placement = placement
+        self._plan = functools.partial(self._plan, placement=placement)
+        if self._prepared is not None:
+            before = self._prepared[1]
+            self.prepare_weights()
+            key, after = self._prepared
+            self._prepared = (key, _filled(before, after))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)
         self._follow_parameters()
@@ -196,7 +212,9 @@ class Experts(nn.Module):
             return
         self.config = replace(self.config, dtype=dtype_name(self.w13.dtype))
         if self.counts.dropped_slots.device != device:
+            records = self.counts.expert_load is not None
             self.counts = RoutingCounts(self.config.num_experts, device)
+            self.counts.record_load(records)
         self._build(self._plan(self.config, device=device), device)
 
     def forward(
@@ -307,6 +325,8 @@ class Experts(nn.Module):
         if config.capacity_factor is not None:
             routing, dropped = drop_over_capacity(routing, config)
             self.counts.add_dropped(dropped)
+        if self.counts.expert_load is not None:
+            self.counts.add_load(routing)
         return rows, routing
 
     def prepare_weights(self) -> None:
@@ -400,13 +420,12 @@ class Experts(nn.Module):
     def stats(self) -> dict[str, Tensor]:
         """Counters on the device; reading one is what synchronises.
 
-        ``invalid_ids``, ``dropped_slots``, ``tokens_per_expert``: see ``RoutingCounts``.
+        ``invalid_ids``, ``dropped_slots``, ``tokens_per_expert`` and, where it is recorded,
+        ``expert_load``: see ``RoutingCounts``.
         """
-        return {
-            "invalid_ids": self.counts.invalid_ids.clone(),
-            "dropped_slots": self.counts.dropped_slots.clone(),
-            "tokens_per_expert": self.counts.tokens_per_expert.clone(),
-        }
+        names = ("invalid_ids", "dropped_slots", "tokens_per_expert", "expert_load")
+        found = {name: getattr(self.counts, name) for name in names}
+        return {name: count.clone() for name, count in found.items() if count is not None}
 
     def extra_repr(self) -> str:
         c = self.config
@@ -414,6 +433,22 @@ class Experts(nn.Module):
             f"num_experts={c.num_experts}, top_k={c.top_k}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}, backend={self.resolution.name!r}"
         )
+
+
+def _filled(old: ExpertWeights, new: ExpertWeights) -> ExpertWeights:
+    """``new``, its numbers in the memory of ``old`` wherever that has the same form."""
+
+    def form(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+    kept: dict[str, Tensor] = {}
+    for f in fields(new):
+        was, now = getattr(old, f.name), getattr(new, f.name)
+        tensors = isinstance(was, Tensor) and isinstance(now, Tensor)
+        if tensors and was is not now and form(was) == form(now):
+            with torch.no_grad():
+                kept[f.name] = was.copy_(now)
+    return replace(new, **kept)
 
 
 def _after_load(experts: Experts, _: Any) -> None:

@@ -16,10 +16,13 @@ blocks; the first ``num_routed_slots % ep_size`` ranks hold one more than the ot
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-from moe_core.errors import ConfigError, Fault
+from moe_core.errors import ConfigError, Fault, check_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +132,13 @@ class Placement:
                 found[expert].append(first + slot)
         return tuple(tuple(ids) for ids in found)
 
-    def physical_id(self, logical: int, token: int = 0) -> int:
-        """The slot that a token goes to for an expert; see ``choose_replica``."""
+    def physical_id(self, logical: int, token: int = 0, ep_rank: int = 0) -> int:
+        """The slot that a token goes to for an expert; see ``choose_replica``.
+
+        ``ep_rank``: of the rank that brings the token, 0 where all bring the same ones.
+        """
         ids = self.replicas()[logical]
-        return ids[int(choose_replica(token, logical, len(ids)))]
+        return ids[int(choose_replica(token + ep_rank, logical, len(ids)))]
 
     def balanced_ids(self, num_tokens: int, top_k: int) -> list[list[int]]:
         """``[T, K]`` logical ids that load the ranks of an even placement evenly, for simulations.
@@ -148,12 +154,25 @@ class Placement:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Placement:
+        """From what ``to_dict`` gave, through JSON or not. Raises ``ConfigError``."""
+        names = [f.name for f in fields(cls)]
+        faults = check_keys("placement", data, names)
+        if "num_experts" not in data:
+            faults.append(Fault("placement.num_experts", None, "is missing"))
+        if faults:
+            raise ConfigError(faults)
+        return cls(**data)
+
 
 def choose_replica(token: Any, logical: Any, count: Any) -> Any:
     """Which of ``count`` replicas: ``(token + logical) % count``, for ints or integer tensors.
 
-    ``token`` is the row in its rank's batch. All ranks that hold a row (tensor parallel, replicated
-    rows) must pick alike or the result is summed twice, so nothing but row and id may matter.
+    ``token``: the row in its rank's batch, plus the ep rank where ranks bring different tokens (or
+    the first rows of all of them would meet at one replica). All ranks that hold a row (tensor
+    parallel, replicated rows) must pick alike or the result is summed twice, so nothing but row, ep
+    rank and id may matter. Any ``count`` consecutive rows with an expert take each replica once.
     """
     return (token + logical) % count
 

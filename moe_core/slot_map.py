@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from moe_core.contracts import IdSpace, Routing
-from moe_core.errors import MoEError
+from moe_core.errors import ConfigError, Fault, MoEError
 from moe_core.placement import Placement, choose_replica
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ class SlotMap:
     ``replicated``: the ranks of the ep group hold the same tokens; a token's shared slots are then
     those of rank ``token % ep_size``, else those of its own rank ``ep_rank``, so that they are
     computed once. Ids are checked before they come here: -1 or in range.
+
+    The tables lie on the device and keep their shapes, and which of them are read doesn't depend on
+    what they hold: after ``update`` a captured graph or compiled code goes by the new placement.
     """
 
     def __init__(
@@ -31,6 +35,12 @@ class SlotMap:
         replicated: bool = False,
     ) -> None:
         self.placement, self.ep_rank, self.replicated = placement, ep_rank, replicated
+        self.num_shared = placement.shared_slots
+        self.has_replicas = placement.has_replicas
+        # one rank's slots in order need no table; several ranks' might not stay in order
+        self.is_fixed = placement.is_identity and placement.ep_size == 1
+        # ranks begin with different replicas, or the first rows of all would go to the same one
+        self.first_turn = 0 if replicated else ep_rank
         self._place(torch.device(device))
 
     def _place(self, device: torch.device) -> None:
@@ -38,10 +48,7 @@ class SlotMap:
             return torch.tensor(rows, dtype=torch.int64, device=device)
 
         placement, ranks = self.placement, range(self.placement.ep_size)
-        replicas = placement.replicas()
-        most = max(len(ids) for ids in replicas)
-        self._replicas = table([[*ids, *[-1] * (most - len(ids))] for ids in replicas])  # [E, most]
-        self._num_replicas = table([len(ids) for ids in replicas])
+        self._replicas, self._first_replica, self._num_replicas = map(table, _columns(placement))
         homes = [(-1, -1)] * placement.num_physical_slots
         for rank in ranks:
             first = placement.first_slot(rank)
@@ -51,6 +58,32 @@ class SlotMap:
         # [R, S]: whose shared slots a token goes to, token by token in turn
         owners = ranks if self.replicated else [self.ep_rank]
         self._shared = table([placement.shared_ids(rank) for rank in owners])
+
+    def faults_of(self, placement: Placement) -> list[Fault]:
+        """What keeps ``update`` from following: a rank's slots must stay as many, of each kind."""
+        faults = [
+            Fault(f"placement.{name}", getattr(placement, name), f"must stay {built}")
+            for name in ("num_experts", "ep_size", "num_routed_slots", "holes", "shared_slots")
+            if getattr(placement, name) != (built := getattr(self.placement, name))
+        ]
+        if self.is_fixed and not placement.is_identity:
+            message = "on one rank there is nothing to balance: it keeps its experts in order"
+            faults.append(Fault("placement.slot_experts", len(placement.slot_experts), message))
+        return faults
+
+    def update(self, placement: Placement) -> None:
+        """Follow weights that have moved, in place.
+
+        Where a physical slot is doesn't change, only which expert it holds. Raises ``ConfigError``
+        with ``faults_of``.
+        """
+        faults = self.faults_of(placement)
+        if faults:
+            raise ConfigError(faults)
+        self.placement = placement
+        tables = (self._replicas, self._first_replica, self._num_replicas)
+        for table, column in zip(tables, _columns(placement), strict=True):
+            table.copy_(torch.tensor(column, dtype=torch.int64))
 
     def _follow(self, device: torch.device) -> None:
         """A layer made on the meta device can get its parameters without anybody being told
@@ -72,17 +105,19 @@ class SlotMap:
             raise MoEError(
                 f"these ids are {routing.id_space} and not logical: they were mapped already"
             )
-        if not self.placement.is_identity:
+        if not self.is_fixed:
             self._follow(ids.device)
-            tokens = torch.arange(ids.shape[0], device=ids.device)[:, None]
             valid = ids.clamp(min=0)
-            if self.placement.has_replicas:
-                choice = choose_replica(tokens, valid, self._num_replicas[valid])
-                mapped = self._replicas[valid, choice]
-            else:
-                mapped = self._replicas[:, 0][valid]
-            ids = torch.where(ids < 0, ids, mapped)
-            if self.placement.shared_slots:
+            mapped, tokens = self._first_replica[valid], None
+            if self.has_replicas or self.num_shared:
+                tokens = torch.arange(ids.shape[0], device=ids.device)[:, None]
+            if self.has_replicas:
+                assert tokens is not None
+                turn = choose_replica(tokens + self.first_turn, valid, self._num_replicas[valid])
+                mapped = mapped + turn
+            ids = torch.where(ids < 0, ids, self._replicas[mapped])
+            if self.num_shared:
+                assert tokens is not None
                 shared = self._shared[tokens[:, 0] % self._shared.shape[0]]
                 ids = torch.cat([ids, shared], 1)
                 weights = torch.cat([weights, weights.new_full(shared.shape, shared_weight)], 1)
@@ -100,6 +135,16 @@ class SlotMap:
         gone, valid = ids < 0, ids.clamp(min=0)
         rank, slot = self._rank_of[valid], self._slot_of[valid]
         return rank.masked_fill(gone, -1), slot.masked_fill(gone, -1)
+
+
+def _columns(placement: Placement) -> tuple[list[int], list[int], list[int]]:
+    """Physical ids of the routed slots, expert by expert; where each expert's begin; their number.
+
+    This way the sizes don't depend on who has how many replicas.
+    """
+    replicas = placement.replicas()
+    counts = [len(ids) for ids in replicas]
+    return [i for ids in replicas for i in ids], [0, *accumulate(counts[:-1])], counts
 
 
 def remap_topk_for_shared_slots(

@@ -159,7 +159,8 @@ def test_the_map_is_a_partition_and_the_device_agrees(placement: Placement, data
     assert mapped.id_space is IdSpace.PHYSICAL
     for token, row in enumerate(ids):
         owner = token % placement.ep_size if together else rank
-        expected = [-1 if e < 0 else placement.physical_id(e, token) for e in row]
+        begins = 0 if together else rank
+        expected = [-1 if e < 0 else placement.physical_id(e, token, begins) for e in row]
         expected += placement.shared_ids(owner)
         ids_there, weights_there = mapped.ids_and_weights()
         assert ids_there[token].tolist() == expected
