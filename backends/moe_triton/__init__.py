@@ -13,6 +13,29 @@ _OFFER: dict[str, Any] = {
     "compile": True,
 }
 
+_ROUTER: dict[str, Any] = {
+    "role": "router",
+    "target": "moe_triton.router:TritonRouter",
+    "offer": _OFFER
+    | {
+        "router": ["topk", "hash"],
+        "scoring_func": ["softmax", "sigmoid", "sqrtsoftplus"],
+        "expert_groups": True,
+        "correction_bias": True,
+        "jitter": True,
+    },
+}
+
+_TRANSPORT: dict[str, Any] = {
+    "role": "transport",
+    "target": "moe_triton.transport:TritonTransport",
+    "offer": _OFFER,
+    "takes": ["slot_major", "token_major"],
+    "gives": ["indexed", "token_major"],
+    "pays": ["rank_sum", "tp_sum"],
+    "may_pay": ["weight", "slot_sum"],
+}
+
 _RUNNER: dict[str, Any] = {
     "role": "runner",
     "target": "moe_triton.runner:TritonRunner",
@@ -54,5 +77,5 @@ BACKEND: dict[str, Any] = {
     "name": "triton",
     "api": "1.0",
     "summary": "Triton kernels for one GPU: grouped products that gather their rows while loading",
-    "parts": [*_on_both(_RUNNER)],
+    "parts": [part for role in (_ROUTER, _TRANSPORT, _RUNNER) for part in _on_both(role)],
 }
