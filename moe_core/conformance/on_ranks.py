@@ -252,6 +252,8 @@ def traffic(job: Job) -> None:
         rows, rows_back = sent[payload == "slots"], came[per_slot or payload == "slots"]
         if payload == "all":
             rows, rows_back = most, most * (config.top_k if per_slot else 1)
+        elif payload == "nodes":
+            rows, rows_back = _by_node(me, ids, peer, per_slot)
         for what, got, count, itemsize in (
             ("payload", call.payload_bytes, rows, item["dispatch_dtype"]),
             ("combine", call.combine_bytes, rows_back, back),
@@ -261,11 +263,28 @@ def traffic(job: Job) -> None:
             me.check(good, f"{what}: {said} bytes to rank {place}, {payload} are {bound}")
 
 
-def _counts(me: Rank, ids: Tensor, ep_rank: int) -> tuple[int, int]:
-    """Rows (tokens) and slots with an expert on that rank."""
-    first = me.layer.placement.first_expert(ep_rank)
-    there = (ids >= first) & (ids < first + me.layer.placement.num_local_experts(ep_rank))
+def _counts(me: Rank, ids: Tensor, ep_rank: int, last: int | None = None) -> tuple[int, int]:
+    """Rows (tokens) and slots with an expert on that rank, or on one from there to the last."""
+    placement, last = me.layer.placement, ep_rank if last is None else last
+    end = placement.first_expert(last) + placement.num_local_experts(last)
+    there = (ids >= placement.first_expert(ep_rank)) & (ids < end)
     return int(there.any(1).sum()), int(there.sum())
+
+
+def _by_node(me: Rank, ids: list[Tensor], peer: int, per_slot: bool) -> tuple[int, int]:
+    """Rows to that rank, and results to it, where a row crosses to a node once: to the rank that
+    has the sender's place there, and on to each rank of the node that needs it."""
+    mine, share = me.groups.ep_rank, me.layer.resolution.request.ep_ranks_per_node
+    assert share is not None
+    (node, place), (their_node, their_place) = divmod(mine, share), divmod(peer, share)
+    if node != their_node:
+        if place != their_place:
+            return 0, 0
+        there, here = ((n * share, n * share + share - 1) for n in (their_node, node))
+        return _counts(me, ids[mine], *there)[0], _counts(me, ids[peer], *here)[per_slot]
+    sources = range(0, len(ids), share)
+    out = sum(_counts(me, ids[first + place], peer)[0] for first in sources)
+    return out, sum(_counts(me, ids[first + their_place], mine)[per_slot] for first in sources)
 
 
 def faults(job: Job) -> None:
