@@ -71,6 +71,15 @@ class LayerCall:
         rest = (m for kind, m in self.traffic.items() if kind not in ("dispatch", "combine"))
         return add_matrices(self.world_size, rest)
 
+    def inter_node_bytes(self, ranks_per_node: int, kind: str = "dispatch") -> int:
+        """What was sent to other nodes in one kind of exchange, so many ranks sharing a node."""
+        return sum(
+            sent
+            for src, row in enumerate(self.traffic.get(kind, ()))
+            for dst, sent in enumerate(row)
+            if src // ranks_per_node != dst // ranks_per_node
+        )
+
     @property
     def rows_per_expert(self) -> list[int]:
         if self.routing is None or self.routing.topk_ids is None:
