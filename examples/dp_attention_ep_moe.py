@@ -12,7 +12,8 @@ and runs on the rows that a rank has. The first layer routes by token id, so ids
 Sequences have different lengths, rows are padded, and one group has no tokens at all. Every line is
 one pair of layouts in float64: the largest difference from the twin, of outputs and of gradients
 (of the input and of every parameter), and the bytes of hidden states that the MoE's exchanges sent,
-of all ranks, against the least there can be: each row once to each rank that needs and lacks it.
+of all ranks, against the least there can be: each row once to each rank that needs and lacks it,
+and for a sum of parts (``summed``) each part once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from moe_core import MoEConfig, MoELayer, ParallelConfig, RouterConfig
 from moe_core.row_layouts import RowExchange, RowLayout
@@ -66,6 +68,10 @@ WIDTHS = (
     ParallelConfig(dp_size=2, tp_size=2),
     ParallelConfig(tp_size=4),
     ParallelConfig(ep_size=4, rows="replicated"),
+    # the same, with the MoE's last sum left to the exchange
+    ParallelConfig(ep_size=2, tp_size=2, final_sum="caller"),
+    ParallelConfig(tp_size=4, final_sum="caller"),
+    ParallelConfig(ep_size=4, rows="replicated", final_sum="caller"),
 )
 
 
@@ -128,14 +134,15 @@ class Decoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)  # attention, router, experts: the same whole ones at any width
         self.exchange = RowExchange(layout, parallel)
-        self.layers = nn.ModuleList(
+        self.blocks = [
             DecoderLayer(config, layout, parallel, backend, self.exchange)
             for config in (HASHED, MOE)
-        )
+        ]
+        self.layers = nn.ModuleList(self.blocks)
 
     def forward(self, x: Tensor, sequence: Tensor, input_ids: Tensor, token_mask: Tensor) -> Tensor:
         x = torch.where(token_mask[..., None], x, 0)
-        for layer in self.layers:
+        for layer in self.blocks:
             x = layer(x, sequence, input_ids, token_mask)
         return x
 
@@ -232,7 +239,7 @@ def measure(layout: RowLayout, parallel: ParallelConfig) -> Line:
         [
             sum(n for kind, n in sent.items() if kind in ("to_moe", "from_moe")),
             sum(n for kind, n in sent.items() if kind.endswith("backward")),
-            least_bytes(decoder, mine, rank // layout.copies),
+            least_bytes(decoder, mine),
         ]
     )
     dist.all_reduce(counted)
@@ -249,12 +256,15 @@ def parameter_error(decoder: Decoder, twin: Decoder, layout: RowLayout) -> float
     """Of all gradients; each parameter of the twin is whole."""
     worst, spread = 0.0, set(expert_parameter_names(decoder))
     wanted = {name: p.grad for name, p in twin.named_parameters()}
-    for layer, other in zip(decoder.layers, twin.layers, strict=True):
+    for layer, other in zip(decoder.blocks, twin.blocks, strict=True):
         # cut the twin's gradients as the layer cuts weights
-        grads = {n: p.grad for n, p in layer.moe.experts.named_parameters()}
-        layer.moe.experts.load_full_weights(other.moe.experts.w13.grad, other.moe.experts.w2.grad)
-        for name, p in layer.moe.experts.named_parameters():
-            worst = max(worst, largest(grads[name] - p.detach()))
+        experts, whole = layer.moe.experts, other.moe.experts
+        assert whole.w13.grad is not None
+        assert whole.w2.grad is not None
+        experts.load_full_weights(whole.w13.grad, whole.w2.grad)
+        for p in experts.parameters():
+            assert p.grad is not None
+            worst = max(worst, largest(p.grad - p.detach()))
     for name, p in decoder.named_parameters():
         if name in spread:
             continue
@@ -266,22 +276,29 @@ def parameter_error(decoder: Decoder, twin: Decoder, layout: RowLayout) -> float
             grad = whole
         dist.all_reduce(grad)
         want = wanted[name]
-        worst = max(worst, largest(grad / WORLD - want)) if want is not None else worst
+        assert want is not None
+        worst = max(worst, largest(grad / WORLD - want))
     return worst
 
 
-def least_bytes(decoder: Decoder, batch: Batch, holder: int) -> int:
+def least_bytes(decoder: Decoder, batch: Batch) -> int:
     """What this rank has to be sent in the two layers of a forward: rows that it needs in the MoE
-    and lacks, and rows of its own that the MoE returned elsewhere."""
+    and lacks, and those of its own that the MoE has elsewhere. Where the MoE returns parts, a sum
+    of m of them takes m - 1, for each row once, and each of its other copies takes one more."""
+    copies, parts = decoder.exchange.layout.copies, decoder.exchange.parallel.copies
     count = int(batch.token_mask.sum())
-    tokens = torch.arange(count) + 1000 * holder  # a name for each row
-    names = batch.sequence.clone()
-    names[batch.token_mask] = tokens
+    holder = dist.get_rank() // copies
+    names = torch.full_like(batch.sequence, -1)  # of rows: alike on the ranks that hold the same
+    names[batch.token_mask] = torch.arange(count) + 1000 * holder
     there = decoder.exchange.to_moe(batch.x.detach(), names, batch.token_mask)
     assert there.input_ids is not None
-    in_moe = set(there.input_ids.tolist()) - {-1}
-    in_attention = set(tokens.tolist())
-    return 2 * len(in_moe ^ in_attention) * HIDDEN * batch.x.element_size()
+    in_moe, in_attention = (set(ids.flatten().tolist()) - {-1} for ids in (there.input_ids, names))
+    back = len(in_attention - in_moe)
+    if decoder.exchange.parallel.final_sum == "caller":
+        # of all ranks: its share of the sums is as good as any
+        back = count * (parts - 1 + copies - 1) / copies
+    rows = len(in_moe - in_attention) + back
+    return round(2 * rows * HIDDEN * batch.x.element_size())
 
 
 def largest(difference: Tensor) -> float:
@@ -292,17 +309,18 @@ def name_of(widths: RowLayout | ParallelConfig) -> str:
     if isinstance(widths, RowLayout):
         spread = " sp" if widths.sequence_parallel else ""
         return f"dp{widths.dp_size} tp{widths.tp_size}{spread}"
-    equal = " replicated" if widths.rows == "replicated" else ""
-    return f"dp{widths.dp_size} ep{widths.ep_size} tp{widths.tp_size}{equal}"
+    more = " replicated" if widths.rows == "replicated" else ""
+    more += " summed" if widths.final_sum == "caller" else ""
+    return f"dp{widths.dp_size} ep{widths.ep_size} tp{widths.tp_size}{more}"
 
 
 def table(lines: list[Line]) -> str:
     head = (
-        f"{'attention':<12}{'MoE':<23}{'case':<9}{'forward':>9}{'backward':>10}"
+        f"{'attention':<12}{'MoE':<31}{'case':<9}{'forward':>9}{'backward':>10}"
         f"{'bytes':>8}{'least':>8}"
     )
     rows = [
-        f"{n.attention:<12}{n.moe:<23}{n.case:<9}{n.forward:9.1e}{n.backward:10.1e}"
+        f"{n.attention:<12}{n.moe:<31}{n.case:<9}{n.forward:9.1e}{n.backward:10.1e}"
         f"{n.bytes_sent:8d}{n.least_bytes:8d}"
         for n in lines
     ]
@@ -335,7 +353,7 @@ def main() -> None:
         run_rank(0, "", as_json)
         return
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (f"{folder}/store", as_json), nprocs=WORLD)
+        spawn(run_rank, (f"{folder}/store", as_json), nprocs=WORLD)
 
 
 if __name__ == "__main__":

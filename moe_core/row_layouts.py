@@ -176,7 +176,7 @@ class RowExchange:
         meet = {rank: i // width for i, rank in enumerate(ranks)}
         own = ranks[0] if len(ranks) == 1 else dist.get_rank()
         scope = closure(own, [attention, moe, meet])
-        here = [rank for rank in ranks if rank in scope]
+        here = sorted(scope)  # as process groups count
         self._attention = tuple(attention[rank] for rank in here)
         self._moe = tuple(moe[rank] for rank in here)
         sums = "caller" in (self.parallel.final_sum, self.gradient_sum)
