@@ -14,6 +14,7 @@ not finite can't be had so: they go to the class's ``route_fn`` if it has one, e
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from moe_core import MoEConfig, Routing
+from moe_core import InputError, MoEConfig, Routing
 from moe_core.config import RouterConfig, dtype_name
 from moe_core.conformance import bounds
 from moe_core.conformance.target import NOT_CLAIMED, Conformance, Target
@@ -181,7 +182,9 @@ class RouterConformance(Conformance):
         x[6, 0], x[6, -1] = INF, INF
         x[7] = 0
         x[8] = self.tensor([0.0, 1.0, 3.0])[torch.arange(num_experts) % 3]
-        x[9] = torch.linspace(-40, 40, num_experts, dtype=torch.float64)
+        # the oracle chooses by Python floats: no two scores may be equal in float32 alone
+        far = 40 if self.wide == torch.float64 else 15
+        x[9] = torch.linspace(-far, far, num_experts, dtype=torch.float64)
         return x
 
     # -- against the definitions
@@ -334,6 +337,58 @@ class RouterConformance(Conformance):
             assert getattr(cast, field).dtype in (torch.float32, torch.int64)
         close = self.tensor([[1.0001, 1.0020]], torch.float32)  # equal in bfloat16
         assert self.ids_and_weights(close, 1, config)[0] == [[1]]
+
+    # -- the part as a module
+
+    def part(self, config: RouterConfig) -> Any:
+        """The router of 6 experts for rows of 6, with the identity for a gate."""
+        if self.route_fn is not None:
+            pytest.skip(f"{NOT_CLAIMED}a function is no module")
+        how = MoEConfig(
+            hidden_size=6, intermediate_size=1, num_experts=6, top_k=2, router=config,
+            dtype=dtype_name(self.wide),
+        )  # fmt: skip
+        router: Any = copy.deepcopy(_built(self.target, how)).requires_grad_(self.learns)
+        with torch.no_grad():
+            router.weight.copy_(torch.eye(6))
+        return router
+
+    def test_jitter_is_for_training(self) -> None:
+        if not self.learns:
+            pytest.skip(f"{NOT_CLAIMED}autograd")
+        router, rows = self.part(RouterConfig(jitter=0.25)), self.random(40, 6)
+
+        def factors() -> torch.Tensor:
+            torch.manual_seed(3)
+            return router(rows).router_logits.detach() / rows
+
+        moved = factors()
+        rounding = 8 * torch.finfo(self.wide).eps
+        assert ((moved >= 0.75 - rounding) & (moved <= 1.25 + rounding)).all()
+        assert moved.min() < 0.8  # of 240 draws from 0.75 to 1.25
+        assert moved.max() > 1.2
+        assert len(moved.unique()) > 200  # each element has its own
+        assert torch.equal(factors(), moved)  # it comes from torch's generator
+        router.eval()
+        torch.testing.assert_close(factors(), torch.ones_like(rows), rtol=rounding, atol=0)
+
+    @pytest.mark.parametrize("renormalize", [False, True])
+    @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+    def test_replayed_choices_are_weighed_anew(self, score: str, renormalize: bool) -> None:
+        """As hash routing weighs what its table names: duplicates and empty slots too."""
+        how: dict[str, Any] = {"scoring_func": score, "renormalize": renormalize}
+        how["routed_scaling_factor"] = 1.5
+        router, rows = self.part(RouterConfig(**how)), self.random(5, 6)
+        ids = self.tensor([[5, 0], [-1, 3], [2, 2], [-1, -1], [0, 1]], torch.int64)
+        try:
+            made = router.reweight(router(rows), ids)
+        except InputError:
+            pytest.skip(f"{NOT_CLAIMED}reweight")
+        want = reference_route(
+            rows, 2, RouterConfig(kind="hash", vocab_size=5, **how),
+            input_ids=torch.arange(5, device=rows.device), tid2eid=ids,
+        )  # fmt: skip
+        self.assert_same(made, want)
 
     # -- hash routing
 
