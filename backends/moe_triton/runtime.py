@@ -21,31 +21,40 @@ _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 @dataclass(frozen=True)
 class Chip:
-    """What a schedule has to know. ``shared_memory``: bytes that one program may use.
+    """What a schedule has to know. ``family``: ``sm80``, ``sm90`` (Hopper and later), ``gfx942``
+    or ``interpreter``; ``shared_memory``: bytes that one program may use."""
 
-    ``capability``: CUDA's; (0, 0) in the interpreter and on AMD.
-    """
-
+    family: str
     num_sms: int
     shared_memory: int
-    capability: tuple[int, int]
 
     @property
     def has_tma(self) -> bool:
-        """Whether tiles can be loaded through tensor descriptors (Hopper and later)."""
-        return self.capability >= (9, 0)
+        """Whether tiles can be loaded through tensor descriptors."""
+        return self.family == "sm90"
+
+
+CHIPS = {
+    "sm80": Chip("sm80", 108, 160 * 1024),
+    "sm90": Chip("sm90", 132, 227 * 1024),
+    "sm100": Chip("sm90", 148, 227 * 1024),
+    "gfx942": Chip("gfx942", 304, 64 * 1024),
+    "interpreter": Chip("interpreter", 3, 64 * 1024),
+}
+"""Known ones, for compiling without a device. Few multiprocessors make programs take turns."""
 
 
 @cache
 def chip(device: torch.device) -> Chip:
     """Of a CUDA device; of the interpreter's, a small one, for a CPU."""
     if device.type != "cuda":
-        return Chip(num_sms=3, shared_memory=64 * 1024, capability=(0, 0))
+        return CHIPS["interpreter"]
     found: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        return Chip(found.multi_processor_count, 64 * 1024, (0, 0))
+        return Chip("gfx942", found.multi_processor_count, 64 * 1024)
+    family = "sm90" if found.major >= 9 else "sm80"
     shared = getattr(found, "shared_memory_per_block_optin", 0) or 99 * 1024
-    return Chip(found.multi_processor_count, shared, (found.major, found.minor))
+    return Chip(family, found.multi_processor_count, shared)
 
 
 @dataclass

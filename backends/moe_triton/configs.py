@@ -1,0 +1,167 @@
+"""Block sizes: a small table, and the rule for everything that isn't in it.
+
+Keyed by kernel, family of chips, bytes per element and bucket. A bucket is a tile height, from how
+many rows an expert has on average (a number the host knows): so few variants of a kernel serve all
+numbers of tokens. Whatever the table says is fitted to the sizes and to the chip's shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_triton.runtime import Chip
+
+KERNELS = ("up", "down", "down_backward", "outer")
+BUCKETS = (16, 32, 64, 128)
+"""Tile heights. An expert's last tile is half full on average, so a tile is at most about as high
+as an expert has rows; lower than 16 gains nothing, for matrix units take 16 rows."""
+INVARIANT_BUCKET = 64
+"""The one bucket where a row's result may not depend on what other rows there are."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters of a grouped product. ``group_m``: tiles of an expert side by side;
+    ``per_sm``: programs of the persistent grid on each multiprocessor."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    per_sm: int = 1
+
+    def blocks(self) -> dict[str, int]:
+        """As kernels are told."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+        }
+
+    def options(self) -> dict[str, Any]:
+        """As Triton is told. Multiply and add may fuse: sums of products are rounded less often."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+        }
+
+
+Key = tuple[str, str, int, int]
+"""Kernel, family, bytes per element, bucket (0: any)."""
+
+TABLE: dict[Key, Config] = {
+    # Hopper and later: warp-group products from 64 rows, weights through descriptors
+    ("up", "sm90", 2, 16): Config(16, 64, 128, 4, 4, 8, 2),
+    ("up", "sm90", 2, 32): Config(32, 64, 128, 4, 4, 8, 2),
+    ("up", "sm90", 2, 64): Config(64, 128, 64, 4, 4, 8, 1),
+    ("up", "sm90", 2, 128): Config(128, 128, 64, 8, 4, 8, 1),
+    ("down", "sm90", 2, 16): Config(16, 64, 128, 4, 4, 8, 2),
+    ("down", "sm90", 2, 32): Config(32, 64, 128, 4, 4, 8, 2),
+    ("down", "sm90", 2, 64): Config(64, 256, 64, 4, 4, 8, 1),
+    ("down", "sm90", 2, 128): Config(128, 256, 64, 8, 4, 8, 1),
+    ("down_backward", "sm90", 2, 16): Config(16, 64, 64, 4, 3, 8, 2),
+    ("down_backward", "sm90", 2, 32): Config(32, 64, 64, 4, 3, 8, 2),
+    ("down_backward", "sm90", 2, 64): Config(64, 64, 64, 4, 4, 8, 2),
+    ("down_backward", "sm90", 2, 128): Config(128, 64, 64, 8, 4, 8, 2),
+    ("outer", "sm90", 2, 0): Config(128, 256, 64, 8, 3, 8, 1),
+    # Ampere and Ada
+    ("up", "sm80", 2, 16): Config(16, 64, 64, 4, 4, 8, 2),
+    ("up", "sm80", 2, 32): Config(32, 64, 64, 4, 3, 8, 2),
+    ("up", "sm80", 2, 64): Config(64, 64, 64, 4, 3, 8, 2),
+    ("up", "sm80", 2, 128): Config(128, 64, 32, 8, 3, 8, 1),
+    ("down", "sm80", 2, 16): Config(16, 64, 64, 4, 4, 8, 2),
+    ("down", "sm80", 2, 32): Config(32, 64, 64, 4, 4, 8, 2),
+    ("down", "sm80", 2, 64): Config(64, 128, 64, 4, 3, 8, 1),
+    ("down", "sm80", 2, 128): Config(128, 128, 32, 8, 3, 8, 1),
+    # MI300: 64 KiB of shared memory, no asynchronous copies: two stages
+    ("up", "gfx942", 2, 16): Config(16, 64, 64, 4, 2, 8, 2),
+    ("up", "gfx942", 2, 32): Config(32, 64, 64, 4, 2, 8, 2),
+    ("up", "gfx942", 2, 64): Config(64, 64, 64, 4, 2, 8, 1),
+    ("up", "gfx942", 2, 128): Config(128, 64, 64, 8, 2, 8, 1),
+    ("down", "gfx942", 2, 128): Config(128, 128, 64, 8, 2, 8, 1),
+}
+
+INTERPRETED = Config(16, 16, 16, 1, 1, 2, 1)
+"""In the interpreter: small enough that small sizes make several tiles."""
+
+
+def bucket(rows_per_expert: float) -> int:
+    """The tile height for experts of so many rows on average."""
+    return next((b for b in BUCKETS if rows_per_expert <= b), BUCKETS[-1])
+
+
+def rule(kernel: str, chip: Chip, itemsize: int, height: int) -> Config:
+    """For what ``TABLE`` lacks. float32 is computed without matrix units (TF32 would round it), so
+    there a tile has to be small enough for registers."""
+    if chip.family == "interpreter":
+        return INTERPRETED
+    if itemsize == 4:
+        return Config(min(height, 64), 32, 32, 4, 2, 8, 2)
+    if kernel == "outer":
+        return Config(128, 128, 32, 8, 3 if chip.family != "gfx942" else 2, 8, 1)
+    return Config(height, 64, 64, 4 if height <= 64 else 8, 2, 8, 1)
+
+
+def shared_bytes(kernel: str, config: Config, itemsize: int, halves: int) -> int:
+    """Shared memory that a program needs, estimated: the tiles of all stages in flight, or what the
+    results take on their way to memory, and a little for sums over threads. ``halves``: 2 where
+    ``up`` multiplies with a gate as well."""
+    c = config
+    weights = c.block_n * (halves if kernel == "up" else 1)
+    stages = max(c.num_stages, 1)
+    loads = stages * (c.block_m + weights) * c.block_k * itemsize
+    stores = c.block_m * c.block_n * (4 if kernel == "down_backward" else itemsize)
+    return max(loads, stores) + 2048
+
+
+def fit(
+    kernel: str, config: Config, chip: Chip, itemsize: int, halves: int, n: int, k: int
+) -> Config:
+    """No blocks beyond the sizes ``n`` and ``k``, and what fits into the chip's shared memory:
+    fewer stages first, then a shorter and at last a narrower block."""
+    c = config
+    block_n = min(c.block_n, max(16, _power(n)))
+    block_k = min(c.block_k, max(16, _power(k)))
+    c = replace(c, block_n=block_n, block_k=block_k)
+    while shared_bytes(kernel, c, itemsize, halves) > chip.shared_memory:
+        if c.num_stages > 2:
+            c = replace(c, num_stages=c.num_stages - 1)
+        elif c.block_k > 32:
+            c = replace(c, block_k=c.block_k // 2)
+        elif c.block_n > 16:
+            c = replace(c, block_n=c.block_n // 2)
+        elif c.block_m > 16:
+            c = replace(c, block_m=c.block_m // 2)
+        else:
+            break
+    return c
+
+
+def choose(
+    kernel: str,
+    chip: Chip,
+    *,
+    itemsize: int,
+    rows_per_expert: float,
+    n: int,
+    k: int,
+    halves: int = 1,
+    batch_invariant: bool = False,
+) -> Config:
+    """What ``kernel`` is launched with for results of ``n`` columns summed over ``k``."""
+    height = INVARIANT_BUCKET if batch_invariant else bucket(rows_per_expert)
+    for key in ((kernel, chip.family, itemsize, b) for b in (height, 0)):
+        if key in TABLE:
+            return fit(kernel, TABLE[key], chip, itemsize, halves, n, k)
+    return fit(kernel, rule(kernel, chip, itemsize, height), chip, itemsize, halves, n, k)
+
+
+def _power(size: int) -> int:
+    """The least power of two from ``size``."""
+    return 1 << max(size - 1, 0).bit_length()
