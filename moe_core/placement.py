@@ -16,13 +16,14 @@ blocks; the first ``num_routed_slots % ep_size`` ranks hold one more than the ot
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from moe_core.errors import ConfigError, Fault, check_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +156,26 @@ class Placement:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Placement:
+    def from_dict(cls, data: Any) -> Placement:
         """From what ``to_dict`` gave, through JSON or not. Raises ``ConfigError``."""
-        names = [f.name for f in fields(cls)]
-        faults = check_keys("placement", data, names)
-        if "num_experts" not in data:
+        if not isinstance(data, Mapping):
+            raise ConfigError([Fault("placement", str(data), "must be an object with its fields")])
+        given = {str(key): value for key, value in cast("Mapping[Any, Any]", data).items()}
+        faults = check_keys("placement", given, [f.name for f in fields(cls)])
+        if "num_experts" not in given:
             faults.append(Fault("placement.num_experts", None, "is missing"))
+        for name, value in given.items():
+            if name == "slot_experts":
+                good = isinstance(value, list | tuple) and all(
+                    type(expert) is int for expert in cast("Sequence[Any]", value)
+                )
+            else:
+                good = type(value) is (bool if name == "holes" else int)
+            if not good and not any(f.field == f"placement.{name}" for f in faults):
+                faults.append(Fault(f"placement.{name}", value, "is of the wrong type"))
         if faults:
             raise ConfigError(faults)
-        return cls(**data)
+        return cls(**given)
 
 
 def choose_replica(token: Any, logical: Any, count: Any) -> Any:

@@ -114,15 +114,16 @@ def _twins(bins: Bins) -> Iterator[tuple[int, int, int]]:
                 yield a, i, expert
 
 
-def refined(weights: Sequence[float], bins: Bins, *, replicate: bool = True) -> Bins:
-    """Improves the fullest bin for as long as one step does: a swap of two slots, or (with
-    ``replicate``) a slot given from an expert that has others to another expert.
+def refined(weights: Sequence[float], bins: Bins, enough: float = 0.0) -> Bins:
+    """Improves the fullest bin for as long as one step does: a swap of two slots, or a slot given
+    from an expert that has others to another expert. Stops early where no bin has more than
+    ``enough``.
 
     The sorted loads only ever go down, and no twins are added.
     """
     state = _Refining(weights, bins)
     for _ in range(MOST_STEPS * sum(map(len, bins))):
-        if not (state.swap() or (replicate and state.retarget())):
+        if max(state.loads) <= enough or not (state.swap() or state.retarget()):
             break
     return state.bins
 

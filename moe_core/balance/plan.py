@@ -117,20 +117,22 @@ def _balanced(weights: list[float], num_slots: int, nodes: int, groups: int, hel
         limit = min(limit, max(limits))  # the first packing is DeepSeek's
         found.append((num_twins(bins), max(bin_loads(weights, bins)), number, bins))
     twins, least, _, best = min(f for f in found if f[1] <= limit)
-    near = _near(weights, num_slots, nodes, groups, held)
-    if near is not None and num_twins(near) <= twins:
-        worst = max(bin_loads(weights, near))
-        if worst <= limit and worst <= least * STAY_WITHIN:
-            return near
-    return best
+    enough = min(limit, least * STAY_WITHIN)
+    near = _near(weights, num_slots, nodes, groups, held, enough)
+    if near is None or num_twins(near) > twins or max(bin_loads(weights, near)) > enough:
+        return best
+    return near
 
 
-def _near(weights: list[float], num_slots: int, nodes: int, groups: int, held: Bins) -> Bins | None:
-    """What the ranks hold, improved step by step; None where it has another shape."""
+def _near(
+    weights: list[float], num_slots: int, nodes: int, groups: int, held: Bins, enough: float
+) -> Bins | None:
+    """What the ranks hold, improved step by step until no rank has more than ``enough`` or no step
+    helps; None where it has another shape."""
     if sum(map(len, held)) != num_slots:
         return None
     if nodes == 1:
-        return refined(weights, held)
+        return refined(weights, held, enough)
     group_size, ranks = len(weights) // groups, len(held) // nodes
     bins: Bins = []
     for first in range(0, len(held), ranks):
@@ -140,7 +142,8 @@ def _near(weights: list[float], num_slots: int, nodes: int, groups: int, held: B
         if not len(experts) == whole == len(weights) // nodes:
             return None  # a group isn't on one node
         number = {e: i for i, e in enumerate(experts)}
-        local = refined([weights[e] for e in experts], [[number[e] for e in r] for r in node])
+        local = [[number[e] for e in rank] for rank in node]
+        local = refined([weights[e] for e in experts], local, enough)
         bins += [[experts[i] for i in rank] for rank in local]
     return bins
 

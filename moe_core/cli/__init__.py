@@ -41,6 +41,7 @@ COMMANDS = {
     "explain": "which backend would run a layer, and why not the others",
     "matrix": "which transport runs with which runner here, and through which converter",
     "run": "run the demo model through a backend",
+    "plan-placement": "which rank should hold which expert, and how often, from tokens per expert",
     "bench": "how long a layer takes with each backend, and which launch settings are fastest",
     "conformance": "whether a backend keeps every contract that it claims to keep",
     "new-backend": "write a project with a backend of your own",
