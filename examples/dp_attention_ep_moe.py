@@ -32,8 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from moe_core import MoEConfig, MoELayer, ParallelConfig, RouterConfig
-from moe_core.row_layouts import RowExchange, RowLayout
+from moe_core import (
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    RouterConfig,
+    RowExchange,
+    RowLayout,
+)
 from moe_core.shared_experts import SharedExperts
 from moe_core.training import expert_parameter_names, sync_expert_gradients
 

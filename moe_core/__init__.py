@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from moe_core.resolution import Resolution as Resolution
     from moe_core.resolution import resolve as resolve
     from moe_core.routing import route as route
+    from moe_core.row_layouts import RowExchange as RowExchange
+    from moe_core.row_layouts import RowLayout as RowLayout
     from moe_core.tracing import trace as trace
 
 _HOME = {
@@ -65,6 +67,7 @@ _HOME = {
     "registry": ("list_backends", "register_backend"),
     "resolution": ("Resolution", "resolve"),
     "routing": ("route",),
+    "row_layouts": ("RowExchange", "RowLayout"),
     "tracing": ("trace",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
