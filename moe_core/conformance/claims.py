@@ -21,6 +21,7 @@ from moe_core.config import (
     ACTIVATIONS,
     COMBINES,
     DTYPES,
+    FINAL_SUMS,
     LIMIT_FORMS,
     ROUTER_KINDS,
     ROWS,
@@ -53,9 +54,13 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "w13_layout": W13_LAYOUTS,
     "combine": COMBINES,
     "rows": ROWS,
+    "final_sum": FINAL_SUMS,
 }
 """The values that a config can ask for on the axes of words."""
-MOVING = ("dispatch_dtype", "combine_dtype", "rows", "uneven_experts", "max_tokens_per_rank")
+MOVING = (
+    *("dispatch_dtype", "combine_dtype", "rows", "final_sum", "uneven_experts"),
+    "max_tokens_per_rank",
+)
 """Axes of what spans ranks: only looked at where a layer does."""
 LARGEST = 512
 """Sizes above are resolved and not built."""
@@ -191,7 +196,9 @@ class ClaimsConformance(Conformance):
     def _request(self, part: Candidate, axis: str, value: Any, claimed: bool) -> None:
         """The part alone, with nothing but this axis changed."""
         owner = self.target
-        spans = ParallelConfig(ep_size=2 if axis in MOVING else 1)
+        # a final sum is one over ranks with the same rows
+        rows = "replicated" if axis == "final_sum" else "distinct"
+        spans = ParallelConfig(ep_size=2 if axis in MOVING else 1, rows=rows)
         base = make_request(
             owner.config(num_experts=4), spans, device=owner.device, autograd=owner.autograd
         )
