@@ -54,6 +54,16 @@ WIDTHS = [
     ParallelConfig(ep_size=4, rows="replicated"),
 ]
 
+CONFIG = MoEConfig(
+    hidden_size=6,
+    intermediate_size=8,
+    num_experts=5,
+    top_k=2,
+    router=RouterConfig(scoring_func="sigmoid", renormalize=True),
+    bias=True,
+    dtype="float64",
+)
+
 
 def holder(layout: RowLayout) -> int:
     """Number of the group that has the same rows as this rank."""
@@ -295,6 +305,45 @@ def test_poisoned_padding_gets_nowhere(final_sum: str) -> None:
         assert got["finite"]
 
 
+# -- idle ranks
+
+STEPS = ([3, 0, 5, 0, 0, 1], [0, 2, 0, 0, 4, 0])
+"""Tokens per step of ranks 0 and 1 (vllm-project/vllm#51984, #43547: an idle rank left a step out
+and the others waited, or everything drifted apart)."""
+
+
+def six_steps(final_sum: str) -> list[Any]:
+    torch.manual_seed(5)
+    widths = ParallelConfig(tp_size=2, final_sum=final_sum)
+    layer = MoELayer(CONFIG, widths, "nccl+torch")
+    torch.manual_seed(5)
+    alone = MoELayer(CONFIG, backend="reference")
+    exchange, counts, errors = RowExchange(RowLayout(dp_size=2), widths), list[int](), [0.0]
+    for step, tokens in enumerate(STEPS[dist.get_rank()]):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(tokens, 6, dtype=torch.float64, generator=generator).requires_grad_()
+        there = exchange.to_moe(x)
+        y = exchange.from_moe(layer(there.hidden_states), there.handle)
+        y.square().sum().backward()
+        twin = x.detach().clone().requires_grad_()
+        want = alone(twin)
+        want.square().sum().backward()
+        errors += (y - want).abs().flatten().tolist()
+        assert x.grad is not None
+        assert twin.grad is not None
+        errors += (x.grad - twin.grad).abs().flatten().tolist()
+        counts.append(exchange.mover.collectives.total())
+    return [max(errors), counts]
+
+
+@pytest.mark.parametrize(("final_sum", "each"), [("layer", 3), ("caller", 4)])
+def test_idle_ranks_keep_step(final_sum: str, each: int) -> None:
+    """Sizes, rows there and gradients back; sums home too where the exchange sums."""
+    for error, counts in ranks(2).run(six_steps, final_sum, limit=LIMIT):
+        assert error < 1e-12
+        assert counts == [each * n for n in range(1, 7)]
+
+
 # -- faults
 
 
@@ -475,16 +524,6 @@ def test_a_layout_refused_or_other_on_one_rank_is_refused_on_all() -> None:
 
 
 # -- a layer that leaves its last sum
-
-CONFIG = MoEConfig(
-    hidden_size=6,
-    intermediate_size=8,
-    num_experts=5,
-    top_k=2,
-    router=RouterConfig(scoring_func="sigmoid", renormalize=True),
-    bias=True,
-    dtype="float64",
-)
 
 
 def summed_outside(parallel: ParallelConfig, spec: str, config: MoEConfig) -> dict[str, Any]:
