@@ -86,20 +86,22 @@ def part_twins(weights: Sequence[float], bins: Bins) -> Bins:
     """Swaps replicas between bins until no bin holds an expert twice, if that can be."""
     bins = [list(held) for held in bins]
     counts = Counter(expert for held in bins for expert in held)
-    while True:
-        loads = bin_loads(weights, bins)
+    while True:  # each swap leaves fewer twins
+        loads, number_in = bin_loads(weights, bins), [Counter(held) for held in bins]
         best: tuple[float, int, int, int, int] | None = None
         for a, i, expert in _twins(bins):
             for b, held in enumerate(bins):
-                if expert in held:
+                if number_in[b][expert]:
                     continue
                 for j, other in enumerate(held):
-                    if other in bins[a] and held.count(other) == 1:
+                    if number_in[a][other] and number_in[b][other] == 1:
                         continue  # one pair of twins for another
                     gain = weights[expert] / counts[expert] - weights[other] / counts[other]
                     worst = max(loads[a] - gain, loads[b] + gain)
                     if best is None or worst < best[0]:
                         best = (worst, a, i, b, j)
+            if best is not None:
+                break
         if best is None:
             return bins
         _, a, i, b, j = best
@@ -177,25 +179,32 @@ class _Refining:
         """A slot of an expert with replicas becomes one of another expert: elsewhere, one more of
         an expert of the fullest bin; in the fullest bin, any."""
         a, limit = self.fullest()
+        w, c, loads = self.weights, self.counts, self.loads
         where: dict[int, list[int]] = defaultdict(list)
-        for b, held in enumerate(self.bins):
-            for expert in held:
+        for b in sorted(range(len(loads)), key=lambda b: -loads[b]):
+            for expert in self.bins[b]:
                 where[expert].append(b)
-        best: tuple[float, int, int, int] | None = None
+        best: tuple[float, int, int, int] = (limit, -1, -1, -1)
         for b, held in enumerate(self.bins):
-            wanted = range(len(self.weights)) if b == a else self.bins[a]
+            wanted = range(len(w)) if b == a else self.bins[a]
             for i, x in enumerate(held):
-                if self.counts[x] == 1:
+                if c[x] == 1:
                     continue
+                fullest = next((r for r in where[x] if r != b), b)
+                least = loads[fullest] + w[x] / (c[x] - 1) - w[x] / c[x]
                 for y in wanted:
-                    if y in held:
+                    new = w[y] / (c[y] + 1)
+                    # most candidates fail one of these two, which take less than _after
+                    if least - w[y] / c[y] + new >= best[0] or y in held:
+                        continue
+                    if loads[b] - w[x] / c[x] + new >= best[0]:
                         continue
                     worst = self._after(where, a, b, x, y)
-                    if worst < (limit if best is None else best[0]):
+                    if worst < best[0]:
                         best = (worst, b, i, y)
-        if best is None:
-            return False
         _, b, i, y = best
+        if b < 0:
+            return False
         x = self.bins[b][i]
         self.bins[b][i] = y
         self.counts[x] -= 1
@@ -226,28 +235,26 @@ def solved(weights: Sequence[float], num_slots: int, num_bins: int) -> tuple[Bin
     """
     greedy = pack(weights, replica_counts(weights, num_slots), num_bins, apart=False)
     limit = max(bin_loads(weights, greedy))
-    counts = replica_counts(weights, num_slots, num_bins)
-    starts = (pack(weights, counts, num_bins), greedy)
-    rated: list[tuple[bool, int, float, Bins]] = []
-
-    def rate(start: Bins) -> None:
+    spread = min(num_bins, num_slots - len(weights) + 1)  # the most bins that one expert can be in
+    enough = max(sum(weights) / num_bins, max(weights) / spread) * NEAR_ENOUGH
+    counts, chance = replica_counts(weights, num_slots, num_bins), random.Random(0)
+    best: tuple[bool, int, float, Bins] | None = None
+    for attempt in range(3 + KICKS):
+        if attempt == 0:
+            start = part_twins(weights, pack(weights, counts, num_bins))
+        elif attempt == 1:
+            start = part_twins(weights, greedy)
+        elif attempt == 2 or best is None:
+            start = greedy  # whatever comes of the others, this keeps to the limit
+        else:
+            start = part_twins(weights, _kicked(best[-1], len(weights), chance))
         bins = refined(weights, start)
         worst = max(bin_loads(weights, bins))
-        rated.append((worst > limit, num_twins(bins), worst, bins))
-
-    for start in starts:
-        rate(part_twins(weights, start))
-    rate(greedy)  # whatever comes of the others, this keeps to the limit
-    best = min(rated)
-    spread = min(num_bins, num_slots - len(weights) + 1)  # the most bins that one expert can be in
-    bound = max(sum(weights) / num_bins, max(weights) / spread)
-    chance = random.Random(0)
-    for _ in range(KICKS):
-        if best[:2] == (False, 0) and best[2] <= bound * NEAR_ENOUGH:
+        found = (worst > limit, num_twins(bins), worst, bins)
+        best = found if best is None else min(best, found)
+        if best[:2] == (False, 0) and best[2] <= enough:
             break
-        rated = [best]
-        rate(part_twins(weights, _kicked(best[-1], len(weights), chance)))
-        best = min(rated)
+    assert best is not None
     return best[-1], limit
 
 
