@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from moe_core.contracts import ExpertWeights, Handle, Pending, Routing
     from moe_core.layouts import Record
+    from moe_core.traffic.flow import Flow, Sent
 
 
 class Router(nn.Module, ABC):
@@ -88,6 +89,13 @@ class Transport(Dispatcher[PlanT], Combiner[PlanT]):
         """This rank can't dispatch. A transport whose other ranks would wait for it takes part in
         the step's first exchange, only to say so, and raises ``InputError`` on all of them."""
 
+    @classmethod
+    def traffic(cls, flow: Flow) -> Sent:
+        """What a forward sends for this routing, in bytes (``moe_core.traffic``); nothing is built
+        for it. The default knows the rows, by ``payload``. A transport that also sends ids, weights
+        or counts, or sums over ranks, says so here and can be simulated to the byte."""
+        return flow.sent(cls.payload)
+
 
 class ExpertRunner(ABC):
     """Computes ``W2·(act(W1·x) ⊙ W3·x)`` for each row with its expert's weights."""
@@ -124,6 +132,11 @@ class FusedPath(ABC):
 
     def report_fault(self, message: str) -> None:  # noqa: B027  (nothing to do on one rank)
         """As a transport's: where other ranks would wait for this one, tell them and raise."""
+
+    @classmethod
+    def traffic(cls, flow: Flow) -> Sent:
+        """As a transport's; one over several ranks has to say it to be simulated."""
+        return flow.sent("none")
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         return weights

@@ -16,8 +16,10 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from moe_core.contracts import Routing
     from moe_core.experts import Experts
@@ -30,7 +32,8 @@ class LayerCall:
     ``stages``: stage → seconds. ``rows_per_expert``: this rank's choices per logical expert.
     ``traffic``: kind of exchange → bytes ``[src][dst]`` sent to other ranks (what stays is not
     sent; a rank knows its own row of it). ``collectives``: names, in order.
-    ``hidden_states [T, H]``, ``routing``, ``output [T, H]``.
+    ``hidden_states [T, H]``, ``routing``, ``output [T, H]``. ``has_own_tokens``: no rank before
+    this one has the same.
     ``slot_rows`` int64 ``[T, K]``: row of each (token, slot) in the expert buffer, -1 for none;
     ``expert_rows [T, K, H]``: what the experts returned for it. Both None for a path that doesn't
     show them.
@@ -41,6 +44,7 @@ class LayerCall:
     world_size: int = 1
     rank: int = 0
     ep_size: int = 1
+    has_own_tokens: bool = True
     stages: dict[str, float] = field(default_factory=dict[str, float])
     traffic: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
     collectives: list[str] = field(default_factory=list[str])
@@ -127,6 +131,13 @@ class Trace:
     def collectives(self) -> list[str]:
         return [name for call in self.calls for name in call.collectives]
 
+    def save_routing(self, path: str | Path, group: ProcessGroup | None = None) -> None:
+        """What every call's tokens chose, on all ranks, for ``moe-core simulate --routing``; see
+        ``moe_core.traffic.save_routing``. Collective where there is a process group."""
+        from moe_core.traffic import save_routing
+
+        save_routing(self.calls, path, group)
+
     @contextmanager
     def call(self, record: LayerCall) -> Iterator[None]:
         self.calls.append(record)
@@ -163,7 +174,7 @@ def layer_call(name: str, experts: Experts) -> AbstractContextManager[None]:
     """Opens a call unless one is open already (``Experts`` inside a ``MoELayer``)."""
     if torch.compiler.is_compiling() or current() is not None:
         return nullcontext()
-    tracer, parallel = _active.get(), experts.parallel
+    tracer, parallel, groups = _active.get(), experts.parallel, experts.groups
     if tracer is None:
         return nullcontext()
     return tracer.call(
@@ -171,8 +182,10 @@ def layer_call(name: str, experts: Experts) -> AbstractContextManager[None]:
             name=name,
             num_experts=experts.config.num_experts,
             world_size=parallel.world_size,
-            rank=experts.groups.rank,
+            rank=groups.rank,
             ep_size=parallel.ep_size,
+            has_own_tokens=groups.tp_rank == 0
+            and (groups.ep_rank == 0 or parallel.rows == "distinct"),
         )
     )
 

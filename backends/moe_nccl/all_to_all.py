@@ -12,6 +12,7 @@ from moe_core.convert import gather
 from moe_core.errors import MoEError
 from moe_core.layouts import RankGrouped, Record, SlotList
 from moe_core.local import check_weight_is_paid_once, sum_indexed
+from moe_nccl import cost
 from moe_nccl.base import DistributedTransport
 from moe_nccl.channel import Splits, wait
 from moe_nccl.spread import slot_hits, slot_places, spread
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.contracts import Routing
+    from moe_core.traffic.flow import Flow, Sent
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,10 @@ class AllToAllTransport(DistributedTransport[AllToAllPlan]):
             return self.leave(total, plan.dtype)
 
         return Pending(finish)
+
+    @classmethod
+    def traffic(cls, flow: Flow) -> Sent:
+        return cost.all_to_all(flow)
 
     def exchange_counts(self, counts: Tensor | None, fault: str | None) -> list[list[int]]:
         """``[EP, 2]`` rows and slots per rank → what this rank sends and receives, flattened."""

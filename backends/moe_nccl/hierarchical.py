@@ -23,6 +23,7 @@ from moe_core.convert import gather
 from moe_core.errors import MoEError
 from moe_core.layouts import RankGrouped, Record, SlotList
 from moe_core.local import check_weight_is_paid_once, sum_indexed
+from moe_nccl import cost
 from moe_nccl.base import DistributedTransport
 from moe_nccl.channel import Channel, Splits, wait
 from moe_nccl.spread import Spread, inverse, slot_hits, slot_places, spread, transposed
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.contracts import BuildContext, Routing
+    from moe_core.traffic.flow import Flow, Sent
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,10 @@ class HierarchicalTransport(DistributedTransport[NodePlan]):
 
     def _send(self, kind: str, tensor: Tensor, hop: Hop) -> Any:
         return self.ep.all_to_all(kind, tensor, hop.send_rows, hop.receive_rows)
+
+    @classmethod
+    def traffic(cls, flow: Flow) -> Sent:
+        return cost.hierarchical(flow)
 
     def exchange_counts(self, counts: Tensor | None, fault: str | None) -> list[list[int]]:
         return self._exchange_tables(counts, fault)[0][0]

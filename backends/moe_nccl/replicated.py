@@ -17,6 +17,7 @@ from moe_core.contracts import ExchangePlan, Handle, Pending
 from moe_core.errors import MoEError
 from moe_core.layouts import RankGrouped, Record, SlotList
 from moe_core.local import check_weight_is_paid_once, sum_indexed
+from moe_nccl import cost
 from moe_nccl.base import DistributedTransport
 from moe_nccl.channel import Channel, reduce, replicate, wait
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_core.contracts import BuildContext, Routing
+    from moe_core.traffic.flow import Flow, Sent
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,10 @@ class ReplicatedTransport(DistributedTransport[ReplicatedPlan]):
             :, None
         ] + plan.chunk * torch.arange(self.ep.size, device=part.device)
         return sum_indexed(home, index, None)  # ranks ascending
+
+    @classmethod
+    def traffic(cls, flow: Flow) -> Sent:
+        return cost.replicated(flow)
 
     def exchange_counts(self, counts: Tensor | None, fault: str | None) -> list[list[int]]:
         """Each rank's number of tokens; a fault on one rank raises on all."""
