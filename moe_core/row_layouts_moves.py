@@ -105,9 +105,9 @@ class Mover:
     def all_to_all(
         self, kind: str, rows: Tensor, send: list[int], receive: list[int]
     ) -> list[Tensor]:
-        """Rows for each rank, in order → those from each rank. In bytes: any dtype travels."""
+        """Contiguous rows for each rank, in order → those from each rank. In bytes: any dtype
+        travels."""
         width = rows.shape[1:]
-        rows = rows.contiguous()
         out = rows.new_empty((sum(receive), *width))
         row_bytes = math.prod(width) * rows.element_size()
         self.collectives[kind] += 1
