@@ -22,11 +22,13 @@ from moe_core import (
     MoELayer,
     ParallelConfig,
     RouterConfig,
+    Routing,
     environment,
     resolve,
     trace,
 )
 from moe_core.conformance.pool import ranks
+from moe_core.contracts import IdSpace
 from moe_core.placement import Placement
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ PLACES = [
     ((4, 1, 1), 1),
     ((2, 1, 1), 1),
 ]
-TOKENS = {1: [5], 2: [5, 3], 4: [5, 0, 1, 4]}
+# Ranks 1 and 2 have some, else rows would come in the order of their sources by chance.
+TOKENS = {1: [5], 2: [5, 3], 4: [0, 5, 1, 4]}
 
 
 def on_nodes(per_node: int, task: Callable[..., Any], *args: Any) -> Any:
@@ -150,7 +153,7 @@ def sent_on_rank(config: MoEConfig, parallel: ParallelConfig, spec: str) -> dict
     """Forward and backward with every kind of row: no tokens on a rank, duplicates, -1."""
     experts = Experts(config, parallel, spec)
     rank = experts.groups.rank
-    tokens = (9, 0, 4, 7)[rank]
+    tokens = (0, 9, 4, 7)[rank]
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(-1, 7, (tokens, 3), generator=generator)
     x = torch.randn(tokens, 12, generator=generator).to(experts.dtype).requires_grad_()
@@ -223,7 +226,7 @@ def exact_routing(
     torch.manual_seed(0)
     experts = Experts(config, parallel, spec, placement=placement, inference=inference)
     rank = experts.groups.ep_rank
-    tokens = 0 if pattern == "nobody" else (9, 0, 4, 7)[rank]
+    tokens = 0 if pattern == "nobody" else (0, 9, 4, 7)[rank]
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(-1, 7, (tokens, 3), generator=generator)
     ids = {"any": ids, "same": ids * 0 + 6, "none": ids * 0 - 1, "nobody": ids}[pattern]
@@ -269,6 +272,24 @@ def test_float64_agrees_with_the_flat_mode(slots: tuple[int, ...], combine: str)
     flat = ranks(4).run(on_nodes, 2, *args, "nccl[mode=all_to_all]+torch", slots, "any")
     for got, want in zip(ranks(4).run(on_nodes, 2, *args, SPEC, slots, "any"), flat, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def gradients_of_weights() -> None:
+    """Whatever a runner makes of a weight that isn't its own, a slot's gradient comes from one."""
+    experts = Experts(replace(CONFIG, bias=False), ParallelConfig(ep_size=4), SPEC)
+    generator = torch.Generator().manual_seed(experts.groups.ep_rank)
+    ids = torch.randint(-1, 7, (6, 3), generator=generator)
+    topk = torch.rand(6, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    routing = Routing(ids, topk, id_space=IdSpace.PHYSICAL)
+    transport: Any = experts.pipeline.transport
+    record, _ = transport.dispatch(torch.ones(6, 12, dtype=torch.float64), routing)
+    record.topk_weights.sum().backward()
+    assert topk.grad is not None
+    assert torch.equal(topk.grad, (ids >= 0).double())
+
+
+def test_a_weights_gradient_comes_from_its_own_expert() -> None:
+    ranks(4).run(on_nodes, 2, gradients_of_weights)
 
 
 TERMS = torch.tensor([256.0, 1.0, 1.0, 1.0])
