@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_core.contracts import Routing
-from moe_core.errors import InputError
+from moe_core.errors import ConfigError, Fault, InputError
 from moe_core.routing import GateRouter
 from moe_core.routing.checks import check_route
 from moe_triton import topk
@@ -15,7 +15,7 @@ from moe_triton import topk
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_core.config import RouterConfig
+    from moe_core.config import MoEConfig, RouterConfig
 
 
 def route(
@@ -42,7 +42,7 @@ def route(
         )
     config, logits = router_config, router_logits.float()
     by_table = config.kind == "hash"
-    ids, weights, scores = topk.route(
+    weights, scores, ids = topk.route(
         logits,
         correction_bias,
         input_ids if by_table else None,
@@ -62,7 +62,17 @@ def route(
 class TritonRouter(GateRouter):
     """Kinds ``topk`` and ``hash``; parameters, buffers and jitter are ``GateRouter``'s.
 
-    A replayed choice (``reweight``) is weighed by moe-core's torch code.
+    A replayed choice (``reweight``) is weighed by moe-core's torch code. Raises ``ConfigError`` for
+    more experts than a program can hold (``topk.MAX_EXPERTS``).
     """
 
     route_fn = staticmethod(route)
+
+    def __init__(self, config: MoEConfig, device: torch.device | str | None = None) -> None:
+        groups = config.router.num_expert_group or 1
+        try:
+            topk.block_sizes(config.num_experts, groups, config.top_k)
+        except ValueError as error:
+            message = f"{error}; use router=torch"
+            raise ConfigError([Fault("num_experts", config.num_experts, message)]) from error
+        super().__init__(config, device)

@@ -338,13 +338,13 @@ def route(
     topk_group: int,
     top2_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``logits`` float32 ``[T, E]`` → ids int64 ``[T, K]``, weights ``[T, K]``, scores ``[T, E]``.
+    """``logits`` float32 ``[T, E]`` → weights ``[T, K]``, scores ``[T, E]``, ids int64 ``[T, K]``.
 
     With ``input_ids`` ``[T]`` and ``tid2eid`` ``[vocab_size, K]`` the table chooses. ``normalize``:
     weights sum to ``scale``. ``num_groups`` 1: no groups. Derivatives: of weights and scores.
     """
     num_tokens, num_experts = logits.shape
-    ids, weights, scores = _outputs(logits, top_k)
+    weights, scores, ids = _outputs(logits, top_k)
     blocks, warps = block_sizes(num_experts, num_groups, top_k)
     mask = None if token_mask is None else token_mask.view(torch.uint8)
     launch(
@@ -367,7 +367,7 @@ def route(
         num_warps=warps,
         enable_fp_fusion=False,
     )  # fmt: skip
-    return ids, weights, scores
+    return weights, scores, ids
 
 
 @route.register_fake
@@ -378,7 +378,7 @@ def _(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _outputs(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int64)
-    return ids, logits.new_empty(num_tokens, top_k), logits.new_empty(num_tokens, num_experts)
+    return logits.new_empty(num_tokens, top_k), logits.new_empty(num_tokens, num_experts), ids
 
 
 @torch.library.custom_op("moe_triton::route_backward", mutates_args=())
@@ -427,11 +427,11 @@ def _(grad_weights: Tensor | None, grad_scores: Tensor | None, logits: Tensor, *
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     logits, _bias, _input_ids, _table, token_mask, _top_k, *how = inputs
     ctx.how = how[:3]
-    ctx.save_for_backward(logits, output[0], token_mask)
+    ctx.save_for_backward(logits, output[2], token_mask)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, _ids: Any, weights: Tensor | None, scores: Tensor | None) -> Any:
+def _differentiate(ctx: Any, weights: Tensor | None, scores: Tensor | None, _ids: Any) -> Any:
     grad = None
     if ctx.needs_input_grad[0] and not (weights is None and scores is None):
         logits, ids, mask = ctx.saved_tensors

@@ -53,7 +53,7 @@ def route(
     )
     ids, weights = routing.ids_and_weights()
     assert routing.scores is not None
-    return ids, weights, routing.scores
+    return weights, routing.scores, ids
 
 
 def route_backward(
