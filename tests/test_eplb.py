@@ -34,6 +34,8 @@ from moe_core.balance import (
     rank_loads,
     record_load,
 )
+from moe_core.balance.packing import part_twins
+from moe_core.balance.plan import _aligned
 from moe_core.cli import main
 from moe_core.conformance.pool import ranks
 from moe_core.placement import Placement
@@ -174,6 +176,25 @@ def test_no_expert_twice_on_a_rank() -> None:
     (forced,) = plan_placement([1, 1], 6, 2)
     assert twins(forced) == 2
     assert max_over_mean([1, 1], forced) == 1.0
+
+
+def test_twins_part_where_they_can() -> None:
+    # 2 + 2 | 1 + 1 | 9: a 2 for a 1 leaves 3 | 3 | 9, and no other swap leaves 9 the most
+    parted = part_twins([4, 1, 1, 9], [[0, 0], [1, 2], [3]])
+    assert [sorted(held) for held in parted] == [[0, 1], [0, 2], [3]]
+    # 1 is twice on the bin that lacks 0: both pairs part
+    parted = part_twins([1, 1], [[0, 0], [1, 1]])
+    assert sorted(map(sorted, parted)) == [[0, 1], [0, 1]]
+    assert part_twins([1, 1], [[0, 0, 1], [1, 1, 0]]) == [[0, 0, 1], [1, 1, 0]]
+
+
+def test_what_can_stay_stays() -> None:
+    assert _aligned([[0, 1], [2, 3]], [[3, 2], [1, 0]], 1) == [[3, 2], [1, 0]]
+    # the nodes change places; then each rank keeps one expert, at its place
+    bins, held = [[0, 1], [2, 3], [4, 5], [6, 7]], [[7, 4], [5, 6], [2, 0], [3, 1]]
+    assert _aligned(bins, held, 2) == [[5, 4], [7, 6], [1, 0], [3, 2]]
+    # more slots than before: what is there keeps its place
+    assert _aligned([[1, 2, 0], [0, 3, 1]], [[3, 1], [2, 0]], 1) == [[3, 1, 0], [2, 0, 1]]
 
 
 @st.composite

@@ -27,7 +27,7 @@ from moe_core.balance import Moved, PlacementPlan, move_experts, plan_placement
 from moe_core.balance.move import routes
 from moe_core.conformance.pool import ranks
 from moe_core.placement import Placement
-from moe_core.training import sync_expert_gradients
+from moe_core.training import expert_state, sync_expert_gradients
 
 H, I, E = 12, 8, 8  # noqa: E741
 CONFIG = MoEConfig(
@@ -466,6 +466,10 @@ def move_model() -> list[Any]:
     with trace() as seen:
         after = model(x)
     torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-14)
+    for i, placement in enumerate(plan):  # a checkpoint names the experts that are here now
+        own = placement.experts_of(dist.get_rank())
+        found = [name for name in expert_state(model) if name.startswith(f"{i}.experts.w13.")]
+        assert found == [f"{i}.experts.w13.{e}" for e in own]
     model.float()  # parts are chosen anew, for the placement of now
     torch.testing.assert_close(model(x.float()), before.float(), rtol=1e-4, atol=1e-5)
     return [m.received for m in moved] + [len(seen.calls)]
