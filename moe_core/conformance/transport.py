@@ -177,7 +177,10 @@ class TransportConformance(OnRanks):
     role: ClassVar[str] = "transport"
 
     def test_received_rows(self, spec: str, width: ParallelConfig) -> None:
-        self.on(on_ranks.received_rows, self.job(spec, width))
+        job = self.job(spec, width)
+        # also with rows of two neighbours, whose order a detour over other ranks may turn round
+        turned = replace(job, tokens=(*job.tokens[-1:], *job.tokens[:-1]))
+        self.on(on_ranks.received_rows, [job, turned])
 
     def test_slots_are_summed_in_order(self, spec: str, width: ParallelConfig) -> None:
         if "per_slot" not in self.combines(spec):
