@@ -280,7 +280,8 @@ class Part:
     express. The module must not import torch.
     ``mode``: tells apart parts of one role in one backend, chosen by ``NAME[mode=...]``.
     ``options``: other keys of ``NAME[key=value]`` with their allowed values, the default first.
-    ``preference``: a higher one is tried first by ``auto``.
+    ``preference``: a higher one is tried first by ``auto``; a number, or one per device (0 where
+    none is given): ``{"cuda": 20, "cpu": 1}``.
     """
 
     role: str
@@ -294,7 +295,7 @@ class Part:
     check: str | None = None
     mode: str = ""
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    preference: int = 0
+    preference: int | Mapping[str, int] = 0
 
     def __post_init__(self) -> None:
         faults = _shape_faults(self)
@@ -328,6 +329,12 @@ class Part:
             )
         if faults:
             raise ConfigError(faults)
+
+    def preferred_on(self, device: str) -> int:
+        """``preference`` for a device type."""
+        if isinstance(self.preference, Mapping):
+            return self.preference.get(device, 0)
+        return self.preference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,7 +417,13 @@ def _shape_faults(part: Part) -> list[Fault]:
         must(name, strings(getattr(part, name)), "a list of strings")
     check: Any = part.check
     must("check", check is None or (isinstance(check, str) and ":" in check), "'module:function'")
-    must("preference", _whole(part.preference), "an integer")
+    preference: Any = part.preference
+    if isinstance(preference, Mapping):
+        by_device = cast("Mapping[Any, Any]", preference).items()
+        good = all(isinstance(device, str) and _whole(value) for device, value in by_device)
+    else:
+        good = _whole(preference)
+    must("preference", good, "an integer, or an object of integers by device")
     must("offer", isinstance(cast("Any", part.offer), Offer), "an object")
     options = cast("Any", part.options)
     named = isinstance(options, Mapping) and all(

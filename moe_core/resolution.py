@@ -414,9 +414,17 @@ def _try_alternative(
         found.refusals += refusals
         return not refusals
 
+    def drop_if_filled(role: str, start: int, able: object) -> None:
+        """Of those who fill in a role that wasn't named, nobody's refusal matters if one can."""
+        if named and role not in roles and able:
+            del found.refusals[start:]
+
+    start = len(found.refusals)
     routers = [c for c in candidates("router") if serves(c, request)]
+    drop_if_filled("router", start, routers)
     impossible = layer_refusals(request)
     movers: list[_Mover] = []
+    start = len(found.refusals)
     for c in [*candidates("transport"), *candidates("fused")]:
         mover = _mover(c, request, policy)
         if mover.adjustments:
@@ -428,24 +436,27 @@ def _try_alternative(
         found.refusals += refusals
         if not refusals:
             movers.append(mover)
+    drop_if_filled("transport", start, movers)
     # A runner sees the widths of the transport that it would work with.
     widths = dict.fromkeys(m.request for m in movers if m.role == "transport") or [request]
+    start = len(found.refusals)
     runners = {q: [c for c in candidates("runner") if serves(c, q)] for q in widths}
+    drop_if_filled("runner", start, all(runners.values()))
     if "router" in wanted_roles and not routers:
         return
     best = _best_experts(movers, runners, found.refusals)
     if best is None:
         return
     if routers:
-        found.parts["router"] = min(routers, key=_order)
+        found.parts["router"] = min(routers, key=lambda c: _order(c, request.device))
     mover, chosen, found.path = best
     found.parts.update(chosen)
     found.request, found.adjustments = mover.request, mover.adjustments
     found.preferences = mover.preferences
 
 
-def _order(c: Candidate) -> tuple[int, str, str]:
-    return -c.part.preference, c.label, c.distribution
+def _order(c: Candidate, device: str) -> tuple[int, str, str]:
+    return -c.part.preferred_on(device), c.label, c.distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,13 +501,14 @@ def _best_experts(
     """The preferred able pair, or fused part, with as few changed widths as possible, what a rule
     prefers first; ties: one backend, fewer converters, names."""
     choices: list[tuple[tuple[Any, ...], _Mover, dict[str, Candidate], Path | None]] = []
-    for m in sorted(movers, key=lambda m: _order(m.candidate)):
+    for m in sorted(movers, key=lambda m: _order(m.candidate, m.request.device)):
+        device = m.request.device
         t, changes = m.candidate, (len(m.adjustments), not m.preferences)
         if m.role == "fused":
-            rank = (changes, -2 * t.part.preference, False, False, False, t.label, "")
+            rank = (changes, -2 * t.part.preferred_on(device), False, False, False, t.label, "")
             choices.append((rank, m, {"fused": t}, None))
             continue
-        for r in sorted(runners[m.request], key=_order):
+        for r in sorted(runners[m.request], key=lambda c: _order(c, device)):
             path = find_path(t, r, m.request)
             if isinstance(path, list):
                 refusals += path
@@ -504,7 +516,7 @@ def _best_experts(
             together = t.backend.name == r.backend.name
             rank = (
                 changes,
-                -(t.part.preference + r.part.preference),
+                -(t.part.preferred_on(device) + r.part.preferred_on(device)),
                 not together,
                 path.converter is not None,
                 path.combined in PER_SLOT_LAYOUTS,

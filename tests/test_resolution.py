@@ -100,6 +100,14 @@ def test_a_refused_name_is_told_what_would_work(install) -> None:
     assert resolve(CONFIG, None, "slow", autograd=False).ok
 
 
+def test_a_preference_may_depend_on_the_device(install) -> None:
+    offer = {"device": ["cpu", "cuda"], "autograd": True}
+    fast = {"offer": offer, "preference": {"cuda": 99}}
+    install("fast", RUNNER | fast, TRANSPORT | fast)
+    chosen = {device: resolve(CONFIG, device=device).name for device in ("cpu", "cuda")}
+    assert chosen == {"cpu": "torch", "cuda": "fast"}
+
+
 def test_a_list_is_tried_in_order_and_says_why(install) -> None:
     install("slow", RUNNER | {"offer": {}})
     found = resolve(CONFIG, None, "absent,slow,reference,torch")
@@ -316,6 +324,7 @@ def test_the_api_is_read_before_anything_else(api: str) -> None:
         ({"offer": {"gated": [1]}}, "offer.gated"),
         ({"offer": []}, "offer"),
         ({"preference": "high"}, "preference"),
+        ({"preference": {"cuda": True}}, "preference"),
         ({"takes": "expert_contiguous"}, "takes"),
         ({"options": {"gemm": "auto"}}, "options"),
         ({"options": {"gemm": []}}, "options"),

@@ -8,9 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 _OFFER: dict[str, Any] = {
+    "device": ["cuda", "cpu"],
     "dtype": ["float32", "bfloat16", "float16"],
     "autograd": True,
     "compile": True,
+    "cuda_graph": True,
+}
+_EVERY: dict[str, Any] = {
+    "needs": ["triton>=3.6"],
+    "check": "moe_triton.checks:check_interpreter",
+    "preference": {"cuda": 20, "cpu": 1},  # interpreted on a CPU, which is for tests
 }
 
 _ROUTER: dict[str, Any] = {
@@ -56,26 +63,9 @@ _RUNNER: dict[str, Any] = {
 }
 
 
-def _on_both(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The part on GPUs, and in Triton's interpreter for tests, which ``auto`` never prefers."""
-    offer = part["offer"]
-    gpu = {"mode": "cuda", "offer": offer | {"device": ["cuda"], "cuda_graph": True}}
-    tests = {"mode": "interpreted", "offer": offer | {"device": ["cpu"]}}
-    return [
-        part | gpu | {"needs": ["triton>=3.6"], "preference": 20},
-        part
-        | tests
-        | {
-            "needs": ["triton>=3.6"],
-            "check": "moe_triton.checks:check_interpreter",
-            "preference": 1,
-        },
-    ]
-
-
 BACKEND: dict[str, Any] = {
     "name": "triton",
     "api": "1.0",
     "summary": "Triton kernels for one GPU: grouped products that gather their rows while loading",
-    "parts": [part for role in (_ROUTER, _TRANSPORT, _RUNNER) for part in _on_both(role)],
+    "parts": [part | _EVERY for part in (_ROUTER, _TRANSPORT, _RUNNER)],
 }

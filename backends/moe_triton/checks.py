@@ -17,7 +17,7 @@ Reason = tuple[str, str, str, str]
 def check_interpreter(request: Request, options: Mapping[str, str]) -> list[Reason]:
     """Refuses CPUs unless ``TRITON_INTERPRET=1``: kernels then run one operation at a time in
     Triton's interpreter, thousands of times slower than on a GPU."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if request.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
         return []
     fix = (
         "build the layer on a CUDA device, or set TRITON_INTERPRET=1 before Python starts to test "

@@ -6,13 +6,16 @@ unread, as their kernels could only run on a GPU.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
-from typing import TYPE_CHECKING, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 REASON = ""
@@ -29,3 +32,37 @@ class Skipped(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Skipped | None:
     return Skipped.from_parent(parent, path=module_path) if REASON else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Leaves out what the interpreter does over and over: it patches ``triton.language`` anew for
+    every call of a device function, and looks for overflows in every sum of integers."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    language: Any = importlib.import_module("triton.language")
+    patch = interpreter._patch_lang
+
+    def patch_once(fn: Any) -> Any:
+        seen = [m for m in (language, language.core) if m in _modules(fn.__globals__)]
+        pristine = any(language.core.is_builtin(module.load) for module in seen)
+        return patch(fn) if pristine else interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+    look_for_overflows(False)
+
+
+def _modules(names: dict[str, Any]) -> list[ModuleType]:
+    return [value for value in names.values() if isinstance(value, ModuleType)]
+
+
+def look_for_overflows(look: bool) -> None:
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", look)
+
+
+@pytest.fixture
+def overflows_found(quick_interpreter: None) -> Iterator[None]:
+    """The test fails where 32-bit arithmetic on offsets overflows."""
+    look_for_overflows(True)
+    yield
+    look_for_overflows(False)

@@ -43,7 +43,8 @@ def with_grads(fn: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.
     out = fn(leaves[0], index, leaves[1] if weights is not None else None)
     upstream = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
     out.backward(upstream)
-    return out, [leaf.grad for leaf in leaves]
+    grads: list[Any] = [leaf.grad for leaf in leaves]
+    return out, grads
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

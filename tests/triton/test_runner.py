@@ -12,10 +12,10 @@ torch.set_num_threads(1)
 
 
 class TestTriton(RunnerConformance):
-    backend = "torch+triton[mode=interpreted]"
+    backend = "torch+triton"
     refuses: ClassVar[frozenset[str]] = frozenset({"dtype"})
 
 
 class TestTritonInvariant(RunnerConformance):
-    backend = "torch+triton[mode=interpreted;batch_invariant=true]"
+    backend = "torch+triton[batch_invariant=true]"
     refuses: ClassVar[frozenset[str]] = frozenset({"dtype"})

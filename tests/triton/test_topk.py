@@ -294,5 +294,5 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     leaf = logits(7, 4)[5:].requires_grad_()
     routing = route(leaf, 2, RouterConfig())
     (grad,) = torch.autograd.grad(routing.topk_weights.square().sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="route_backward.default but no autograd formula"):
+    with pytest.raises(RuntimeError, match=r"moe_triton.route_backward.* but no autograd formula"):
         grad.sum().backward()
