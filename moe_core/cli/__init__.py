@@ -43,6 +43,7 @@ COMMANDS = {
     "run": "run the demo model through a backend",
     "plan-placement": "which rank should hold which expert, and how often, from tokens per expert",
     "bench": "how long a layer takes with each backend, and which launch settings are fastest",
+    "simulate": "what a layer would send between ranks and nodes, and how even the load is",
     "conformance": "whether a backend keeps every contract that it claims to keep",
     "new-backend": "write a project with a backend of your own",
 }
