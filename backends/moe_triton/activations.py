@@ -13,7 +13,7 @@ LAYOUTS = {"gate_up": GATE_UP, "up_gate": UP_GATE, "interleaved": INTERLEAVED}
 _UP_GATE = tl.constexpr(UP_GATE)
 _INTERLEAVED = tl.constexpr(INTERLEAVED)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
-_TWO_OVER_PI = tl.constexpr(0.7978845608028654)  # its root
+_TANH = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _CUBE = tl.constexpr(0.044715)
 _DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 
@@ -39,7 +39,7 @@ def _value(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif NAME == "gelu_tanh":
         # (1 + tanh z) / 2 = sigmoid(2 z)
-        return x * sigmoid(2.0 * _TWO_OVER_PI * (x + _CUBE * x * x * x))
+        return x * sigmoid((x + x * x * x * _CUBE) * _TANH)
     elif NAME == "relu":
         return tl.where(x <= 0, 0.0, x)
     elif NAME == "relu2":
@@ -58,11 +58,11 @@ def _slope(x, NAME: tl.constexpr, ALPHA: tl.constexpr):
         s = sigmoid(x)
         return s + x * s * (1.0 - s)
     elif NAME == "gelu":
-        density = _DENSITY * tl.exp(-0.5 * x * x)
+        density = tl.exp(-0.5 * x * x) * _DENSITY
         return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * density
     elif NAME == "gelu_tanh":
-        s = sigmoid(2.0 * _TWO_OVER_PI * (x + _CUBE * x * x * x))
-        inner = 2.0 * _TWO_OVER_PI * (1.0 + 3.0 * _CUBE * x * x)
+        s = sigmoid((x + x * x * x * _CUBE) * _TANH)
+        inner = (1.0 + x * x * _CUBE * 3.0) * _TANH
         return s + x * s * (1.0 - s) * inner
     elif NAME == "relu":
         return tl.where(x > 0, 1.0, 0.0)

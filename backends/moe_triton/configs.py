@@ -24,7 +24,8 @@ INVARIANT_BUCKET = 64
 @dataclass(frozen=True)
 class Config:
     """Launch parameters of a grouped product. ``group_m``: tiles of an expert side by side;
-    ``per_sm``: programs of the persistent grid on each multiprocessor."""
+    ``per_sm``: programs of the persistent grid on each multiprocessor. ``parts``: in how many parts
+    (1, 2 or 4) a tile's results are finished, where an activation takes registers."""
 
     block_m: int
     block_n: int
@@ -33,6 +34,7 @@ class Config:
     num_stages: int
     group_m: int = 8
     per_sm: int = 1
+    parts: int = 1
 
     def blocks(self) -> dict[str, int]:
         """As kernels are told."""
@@ -87,8 +89,9 @@ TABLE: dict[Key, Config] = {
     ("down", "gfx942", 2, 128): Config(128, 128, 64, 8, 2, 8, 1),
 }
 
-INTERPRETED = Config(16, 16, 16, 1, 1, 2, 1)
-"""In the interpreter: small enough that small sizes make several tiles."""
+INTERPRETED = {kernel: Config(16, 32, 32, 1, 1, 2) for kernel in KERNELS}
+INTERPRETED["outer"] = Config(32, 32, 16, 1, 1, 2)
+"""In the interpreter, where fewer blocks take less time: the least that has several tiles."""
 
 
 def bucket(rows_per_expert: float) -> int:
@@ -100,7 +103,7 @@ def rule(kernel: str, chip: Chip, itemsize: int, height: int) -> Config:
     """For what ``TABLE`` lacks. float32 is computed without matrix units (TF32 would round it), so
     there a tile has to be small enough for registers."""
     if chip.family == "interpreter":
-        return INTERPRETED
+        return INTERPRETED[kernel]
     if itemsize == 4:
         return Config(min(height, 64), 32, 32, 4, 2, 8, 2)
     if kernel == "outer":

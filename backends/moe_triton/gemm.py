@@ -9,6 +9,7 @@ import triton.language as tl
 
 from moe_triton.activations import activate, gate_column, store_gate_up, up_column
 from moe_triton.tiles import (
+    columns_of,
     find_rows,
     find_tile,
     load_tile,
@@ -26,6 +27,36 @@ _INTERLEAVED = tl.constexpr(2)
 
 
 @triton.jit
+def _finish_up(gate, up, act, pre, bias, weight, position, inside, first, inner_size, stride_bn,
+               LAYOUT: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+               LIMIT_AFTER: tl.constexpr, ALPHA: tl.constexpr, WEIGHT: tl.constexpr,
+               BLOCK_N: tl.constexpr):  # fmt: skip
+    """From products to ``act`` and ``pre``, for ``BLOCK_N`` columns from ``first`` on."""
+    column = first + tl.arange(0, BLOCK_N)
+    if pre is not None:
+        width = inner_size
+        if GATED:
+            width = 2 * inner_size
+        rows = pre + position * width
+        store_gate_up(rows, gate, up, column, inside, inner_size, GATED, LAYOUT)
+    if act is not None:
+        if WEIGHT == _WEIGHT_INPUT:
+            gate *= weight
+            up *= weight
+        if bias is not None:
+            some = tl.where(column < inner_size, column, 0)
+            at = bias + gate_column(some, inner_size, LAYOUT).to(tl.int64) * stride_bn
+            gate += tl.load(at).to(tl.float32)[None, :]
+            if GATED:
+                at = bias + up_column(some, inner_size, LAYOUT).to(tl.int64) * stride_bn
+                up += tl.load(at).to(tl.float32)[None, :]
+        value = activate(gate, up, NAME, GATED, LIMIT, LIMIT_AFTER, ALPHA)
+        mask = inside[:, None] & (column < inner_size)[None, :]
+        to = act + (position * inner_size)[:, None] + column[None, :]
+        tl.store(to, value.to(act.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def up_kernel(x, w13, w13_bias, row_weights, sorted_token_ids, tokens_per_expert, expert_starts,
               act, pre, num_experts, capacity, top_k, hidden_size, inner_size,
               period, stride_xo, stride_xi, stride_xk, stride_we, stride_wn, stride_wk,
@@ -35,7 +66,7 @@ def up_kernel(x, w13, w13_bias, row_weights, sorted_token_ids, tokens_per_expert
               WEIGHT: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
               PRECISION: tl.constexpr, UPCAST: tl.constexpr, EXPERTS: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-              GROUP_M: tl.constexpr):  # fmt: skip
+              GROUP_M: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """``act[p] = f(x[row(p)] @ w13[e].T)`` in the rows' dtype, the product itself into ``pre``.
 
     ``pre`` (or None) holds it before bias and weight, as ``w13`` lies. ``act`` may be None too.
@@ -87,26 +118,19 @@ def up_kernel(x, w13, w13_bias, row_weights, sorted_token_ids, tokens_per_expert
                 else:
                     c = load_tile(up_rows, k, hidden_size, stride_wk, EVEN_K)
                 up = product(a, tl.trans(c), up, PRECISION, UPCAST)
+        weight = 1.0
+        if WEIGHT == _WEIGHT_INPUT and act is not None:
+            weight = load_weights(row_weights, position, sorted_token_ids, BY)[:, None]
+        bias = w13_bias
+        if w13_bias is not None:
+            bias += expert.to(tl.int64) * stride_be
         at = position.to(tl.int64)
-        if pre is not None:
-            width = inner_size
-            if GATED:
-                width = 2 * inner_size
-            store_gate_up(pre + at * width, gate, up, column, inside, inner_size, GATED, LAYOUT)
-        if act is not None:
-            if WEIGHT == _WEIGHT_INPUT:
-                weight = load_weights(row_weights, position, sorted_token_ids, BY)[:, None]
-                gate *= weight
-                up *= weight
-            if w13_bias is not None:
-                bias = w13_bias + expert.to(tl.int64) * stride_be
-                gate += tl.load(bias + gate_at.to(tl.int64) * stride_bn).to(tl.float32)[None, :]
-                if GATED:
-                    up += tl.load(bias + up_at.to(tl.int64) * stride_bn).to(tl.float32)[None, :]
-            value = activate(gate, up, NAME, GATED, LIMIT, LIMIT_AFTER, ALPHA)
-            mask = inside[:, None] & (column < inner_size)[None, :]
-            to = act + (at * inner_size)[:, None] + column[None, :]
-            tl.store(to, value.to(act.dtype.element_ty), mask=mask)
+        for part in tl.static_range(PARTS):
+            _finish_up(
+                columns_of(gate, part, PARTS), columns_of(up, part, PARTS), act, pre, bias, weight,
+                at, inside, first + part * (BLOCK_N // PARTS), inner_size, stride_bn, LAYOUT, NAME,
+                GATED, LIMIT, LIMIT_AFTER, ALPHA, WEIGHT, BLOCK_N // PARTS,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from moe_triton.activations import (
     up_column,
 )
 from moe_triton.tiles import (
+    columns_of,
     find_rows,
     find_tile,
     first_position,
@@ -26,8 +27,59 @@ from moe_triton.tiles import (
     tile_ends,
 )
 
+_WEIGHT_NONE = tl.constexpr(0)
 _WEIGHT_OUTPUT = tl.constexpr(1)
 _WEIGHT_INPUT = tl.constexpr(2)
+
+
+@triton.jit
+def _finish_backward(grad, pre, grad_pre, act, bias, weight, position, inside, first, inner_size,
+                     stride_bn, LAYOUT: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr,
+                     LIMIT: tl.constexpr, LIMIT_AFTER: tl.constexpr, ALPHA: tl.constexpr,
+                     WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """From u = ``grad`` to what ``down_backward_kernel`` makes, for ``BLOCK_N`` columns from
+    ``first`` on. Returns float32 ``[m]``: what they add to the gradient of the routing weights."""
+    column = first + tl.arange(0, BLOCK_N)
+    mask = inside[:, None] & (column < inner_size)[None, :]
+    some = tl.where(column < inner_size, column, 0)
+    gate_at = gate_column(some, inner_size, LAYOUT)
+    up_at = up_column(some, inner_size, LAYOUT)
+    width = inner_size
+    if GATED:
+        width = 2 * inner_size
+    made = (pre + position * width)[:, None]
+    gate_raw = tl.load(made + gate_at[None, :], mask=mask, other=0.0).to(tl.float32)
+    up_raw = gate_raw
+    if GATED:
+        up_raw = tl.load(made + up_at[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate, up = gate_raw, up_raw
+    if WEIGHT == _WEIGHT_INPUT:
+        gate *= weight
+        up *= weight
+    if bias is not None:
+        gate += tl.load(bias + gate_at.to(tl.int64) * stride_bn).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + up_at.to(tl.int64) * stride_bn).to(tl.float32)[None, :]
+    part = tl.zeros((grad.shape[0],), tl.float32)
+    if act is not None or WEIGHT == _WEIGHT_OUTPUT:
+        value = activate(gate, up, NAME, GATED, LIMIT, LIMIT_AFTER, ALPHA)
+        if WEIGHT == _WEIGHT_OUTPUT:
+            part = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
+            value *= weight
+            grad *= weight
+        if act is not None:
+            to = act + (position * inner_size)[:, None] + column[None, :]
+            tl.store(to, value.to(act.dtype.element_ty), mask=mask)
+    by_gate, by_up = activate_backward(gate, up, grad, NAME, GATED, LIMIT, LIMIT_AFTER, ALPHA)
+    if WEIGHT == _WEIGHT_INPUT:
+        products = by_gate * gate_raw
+        if GATED:
+            products += by_up * up_raw
+        part = tl.sum(tl.where(mask, products, 0.0), axis=1)
+    if grad_pre is not None:
+        rows = grad_pre + position * width
+        store_gate_up(rows, by_gate, by_up, column, inside, inner_size, GATED, LAYOUT)
+    return part
 
 
 @triton.jit
@@ -41,7 +93,8 @@ def down_backward_kernel(grad, w2, w13_bias, row_weights, sorted_token_ids, toke
                          BY: tl.constexpr, WEIGHT: tl.constexpr, W_TMA: tl.constexpr,
                          EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
                          EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                         BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
+                         BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+                         PARTS: tl.constexpr):  # fmt: skip
     """From the gradient of the results to that of what the activation was given, ``grad_pre``.
 
     Also ``act``, the activation times the weight on the output, which ``w2``'s gradient reads, and
@@ -75,51 +128,23 @@ def down_backward_kernel(grad, w2, w13_bias, row_weights, sorted_token_ids, toke
             else:
                 b = tl.trans(load_tile(w_rows, k, hidden_size, stride_wk, EVEN_K))
             total = product(a, b, total, PRECISION, UPCAST)
-        at = position.to(tl.int64)
-        width = inner_size
-        if GATED:
-            width = 2 * inner_size
-        mask = inside[:, None] & (column < inner_size)[None, :]
-        gate_at = gate_column(some, inner_size, LAYOUT)
-        up_at = up_column(some, inner_size, LAYOUT)
-        made = (pre + at * width)[:, None]
-        gate_raw = tl.load(made + gate_at[None, :], mask=mask, other=0.0).to(tl.float32)
-        up_raw = gate_raw
-        if GATED:
-            up_raw = tl.load(made + up_at[None, :], mask=mask, other=0.0).to(tl.float32)
-        gate, up = gate_raw, up_raw
-        if WEIGHT != 0:
+        weight = 1.0
+        if WEIGHT != _WEIGHT_NONE:
             weight = load_weights(row_weights, position, sorted_token_ids, BY)[:, None]
-        if WEIGHT == _WEIGHT_INPUT:
-            gate *= weight
-            up *= weight
+        bias = w13_bias
         if w13_bias is not None:
-            bias = w13_bias + expert.to(tl.int64) * stride_be
-            gate += tl.load(bias + gate_at.to(tl.int64) * stride_bn).to(tl.float32)[None, :]
-            if GATED:
-                up += tl.load(bias + up_at.to(tl.int64) * stride_bn).to(tl.float32)[None, :]
-        part = tl.zeros((BLOCK_M,), tl.float32)
-        if act is not None or WEIGHT == _WEIGHT_OUTPUT:
-            value = activate(gate, up, NAME, GATED, LIMIT, LIMIT_AFTER, ALPHA)
-            if WEIGHT == _WEIGHT_OUTPUT:
-                part = tl.sum(tl.where(mask, total * value, 0.0), axis=1)
-                value *= weight
-                total *= weight
-            if act is not None:
-                to = act + (at * inner_size)[:, None] + column[None, :]
-                tl.store(to, value.to(act.dtype.element_ty), mask=mask)
-        by_gate, by_up = activate_backward(gate, up, total, NAME, GATED, LIMIT, LIMIT_AFTER, ALPHA)
-        if WEIGHT == _WEIGHT_INPUT:
-            products = by_gate * gate_raw
-            if GATED:
-                products += by_up * up_raw
-            part = tl.sum(tl.where(mask, products, 0.0), axis=1)
+            bias += expert.to(tl.int64) * stride_be
+        at = position.to(tl.int64)
+        by_weight = tl.zeros((BLOCK_M,), tl.float32)
+        for part in tl.static_range(PARTS):
+            by_weight += _finish_backward(
+                columns_of(total, part, PARTS), pre, grad_pre, act, bias, weight, at, inside,
+                first + part * (BLOCK_N // PARTS), inner_size, stride_bn, LAYOUT, NAME, GATED,
+                LIMIT, LIMIT_AFTER, ALPHA, WEIGHT, BLOCK_N // PARTS,
+            )  # fmt: skip
         if weight_parts is not None:
             to = weight_parts + slot.to(tl.int64) * num_parts + first // BLOCK_N
-            tl.store(to, part, mask=inside)
-        if grad_pre is not None:
-            rows = grad_pre + at * width
-            store_gate_up(rows, by_gate, by_up, column, inside, inner_size, GATED, LAYOUT)
+            tl.store(to, by_weight, mask=inside)
 
 
 @triton.jit

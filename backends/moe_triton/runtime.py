@@ -1,4 +1,4 @@
-"""Launching kernels: what the device is, empty grids, and who compiled what."""
+"""Launching kernels: on what chip, or only planned; empty grids; and who compiled what."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,78 +23,144 @@ _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 @dataclass(frozen=True)
 class Chip:
     """What a schedule has to know. ``family``: ``sm80``, ``sm90`` (Hopper and later), ``gfx942``
-    or ``interpreter``; ``shared_memory``: bytes that one program may use."""
+    or ``interpreter``; ``shared_memory``: bytes that one program may use; ``has_tma``: whether
+    tiles can be loaded through tensor descriptors."""
 
     family: str
     num_sms: int
     shared_memory: int
-
-    @property
-    def has_tma(self) -> bool:
-        """Whether tiles can be loaded through tensor descriptors."""
-        return self.family == "sm90"
+    has_tma: bool = False
 
 
 CHIPS = {
     "sm80": Chip("sm80", 108, 160 * 1024),
-    "sm90": Chip("sm90", 132, 227 * 1024),
-    "sm100": Chip("sm90", 148, 227 * 1024),
+    "sm86": Chip("sm80", 84, 99 * 1024),
+    "sm90": Chip("sm90", 132, 227 * 1024, has_tma=True),
+    "sm100": Chip("sm90", 148, 227 * 1024, has_tma=True),
     "gfx942": Chip("gfx942", 304, 64 * 1024),
     "interpreter": Chip("interpreter", 3, 64 * 1024),
 }
-"""Known ones, for compiling without a device. Few multiprocessors make programs take turns."""
+"""Known ones, for compiling without a device. In the interpreter few multiprocessors, so that
+programs take turns."""
 
 
 @cache
-def chip(device: torch.device) -> Chip:
-    """Of a CUDA device; of the interpreter's, a small one, for a CPU."""
+def _chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return CHIPS["interpreter"]
     found: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return Chip("gfx942", found.multi_processor_count, 64 * 1024)
-    family = "sm90" if found.major >= 9 else "sm80"
+    family, has_tma = ("sm90", True) if found.major >= 9 else ("sm80", False)
     shared = getattr(found, "shared_memory_per_block_optin", 0) or 99 * 1024
-    return Chip(family, found.multi_processor_count, shared)
+    return Chip(family, found.multi_processor_count, shared, has_tma)
+
+
+def chip(device: torch.device) -> Chip:
+    """Of a CUDA device; a plan's for its meta tensors; the interpreter's for a CPU."""
+    if _plans and device.type == "meta":
+        return _plans[-1].chip
+    return _chip_of(device)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that is planned: the kernel, its grid, arguments (tensors on the meta device,
+    descriptors of them, numbers, None) and constants; among these Triton's own options
+    (``num_warps``, ``num_stages``, ``enable_fp_fusion``)."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    meta: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    def variant(self) -> tuple[Any, ...]:
+        """What Triton compiles one kernel per value of: constants, types, and of an integer or
+        address whether it is 1 or a multiple of 16."""
+        loose = getattr(self.kernel, "do_not_specialize", None) or ()
+        key: list[Any] = [self.name, *sorted((k, str(v)) for k, v in self.meta.items())]
+        for name, arg in zip(self.kernel.arg_names, self.args, strict=False):
+            special = name not in loose
+            if isinstance(arg, torch.Tensor):
+                key.append((arg.dtype, special and arg.data_ptr() % 16 == 0))
+            elif isinstance(arg, TensorDescriptor):
+                key.append((arg.base.dtype, tuple(arg.block_shape)))
+            elif isinstance(arg, int) and not isinstance(arg, bool):
+                wide = not -(2**31) <= arg < 2**31
+                key.append((wide, special and (arg == 1, arg % 16 == 0)))
+            else:
+                key.append(arg if arg is None or isinstance(arg, bool) else type(arg))
+        return tuple(key)
+
+
+@dataclass
+class Plan:
+    """Launches for meta tensors, in order, as ``chip`` would get them. Compiled if ``compiles``."""
+
+    chip: Chip
+    compiles: bool = False
+    launches: list[Launch] = field(default_factory=list[Launch])
 
 
 @dataclass
 class Launches:
-    """What was launched while it was recorded: variants are what Triton compiles apart."""
+    """What was launched while it was recorded, in order."""
 
-    count: int = 0
-    variants: set[tuple[Any, ...]] = field(default_factory=set[tuple[Any, ...]])
+    made: list[Launch] = field(default_factory=list[Launch])
+
+    @property
+    def count(self) -> int:
+        return len(self.made)
+
+    @property
+    def variants(self) -> set[tuple[Any, ...]]:
+        """How many kernels Triton compiles for them, at most."""
+        return {launched.variant() for launched in self.made}
 
 
+_plans: list[Plan] = []
 _recorders: list[Launches] = []
 
 
 @contextmanager
+def planning(target: Chip, *, compiles: bool = False) -> Iterator[Plan]:
+    """While this is open, launches on meta tensors are collected: all that a call at any size would
+    launch, without memory or a device. With ``compiles`` kernels are also made ready for the
+    current CUDA device, as far as the disk cache or the compiler can."""
+    plan = Plan(target, compiles)
+    _plans.append(plan)
+    try:
+        yield plan
+    finally:
+        _plans.remove(plan)
+
+
+@contextmanager
 def record_launches() -> Iterator[Launches]:
-    """Counts launches and the variants of kernels that they need, compiled before or not."""
+    """The launches that happen while this is open."""
     launches = Launches()
     _recorders.append(launches)
     try:
         yield launches
     finally:
-        _recorders.remove(launches)
-
-
-@dataclass
-class Compilations:
-    """Names of the kernels that Triton compiled (or read from its cache on disk)."""
-
-    names: list[str] = field(default_factory=list[str])
+        # by identity: those of another recorder may be equal
+        _recorders[:] = [r for r in _recorders if r is not launches]
 
 
 @contextmanager
-def count_compilations() -> Iterator[Compilations]:
-    """Every kernel that is made ready while this is open, by Triton's own hook."""
-    found, knobs = Compilations(), triton.knobs.runtime
-    before = knobs.jit_post_compile_hook
+def count_compilations() -> Iterator[list[str]]:
+    """The names of kernels that are made ready (compiled, or read from the disk cache) while this
+    is open, by Triton's own hook."""
+    found: list[str] = []
+    knobs = triton.knobs.runtime
+    before: Any = knobs.jit_post_compile_hook
 
     def note(*args: Any, **what: Any) -> Any:
-        found.names.append(what["fn"].name)
+        found.append(what["fn"].name)
         return before(*args, **what) if before is not None else None
 
     knobs.jit_post_compile_hook = note
@@ -112,34 +179,30 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         return
     if any(size > limit for size, limit in zip(grid, _GRID_LIMITS, strict=False)):
         raise ValueError(f"a grid of {grid} programs: at most {_GRID_LIMITS} can be launched")
-    for recorder in _recorders:
-        recorder.count += 1
-        recorder.variants.add(variant(kernel, args, meta))
-    with _current(args):
+    device = _device_of(args)
+    if _recorders or device.type == "meta":
+        planned = Launch(kernel, grid, args, meta)
+        for recorder in _recorders:
+            recorder.made.append(planned)
+        if device.type == "meta":
+            _plan(planned)
+            return
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*args, **meta)
 
 
-def _current(args: tuple[Any, ...]) -> Any:
+def _plan(planned: Launch) -> None:
+    if not _plans:
+        raise ValueError("a kernel was launched on meta tensors with nobody planning")
+    _plans[-1].launches.append(planned)
+    if _plans[-1].compiles:
+        planned.kernel.run(*planned.args, grid=planned.grid, warmup=True, **planned.meta)
+
+
+def _device_of(args: tuple[Any, ...]) -> torch.device:
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            return torch.cuda.device(arg.device) if arg.is_cuda else nullcontext()
-    return nullcontext()
-
-
-def variant(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any, ...]:
-    """What Triton compiles one kernel per value of: types, constants, and of an integer or address
-    whether it is 1 or a multiple of 16, unless the kernel says ``do_not_specialize``."""
-    names = list(kernel.arg_names)
-    fixed = getattr(kernel, "fn", kernel).__name__
-    loose = getattr(kernel, "do_not_specialize", None) or ()
-    key: list[Any] = [fixed, tuple(sorted((k, str(v)) for k, v in meta.items()))]
-    for i, arg in enumerate(args):
-        special = names[i] not in loose and i not in loose
-        if isinstance(arg, torch.Tensor):
-            key.append((arg.dtype, special and arg.data_ptr() % 16 == 0))
-        elif isinstance(arg, bool) or not isinstance(arg, int):
-            key.append(arg if arg is None or isinstance(arg, bool | str) else type(arg))
-        else:
-            wide = not -(2**31) <= arg < 2**31
-            key.append((wide, special and (arg == 1, arg % 16 == 0)))
-    return tuple(key)
+            return arg.device
+        if isinstance(arg, TensorDescriptor):
+            return arg.base.device
+    return torch.device("cpu")

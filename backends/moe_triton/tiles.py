@@ -100,3 +100,26 @@ def product(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _half(x, RIGHT: tl.constexpr):
+    both = tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1))
+    left, right = tl.split(both)
+    if RIGHT:
+        return right
+    else:
+        return left
+
+
+@triton.jit
+def columns_of(x, PART: tl.constexpr, PARTS: tl.constexpr):
+    """``[m, n]`` → ``[m, n / PARTS]``, from column ``PART * n / PARTS`` on. Results that are
+    finished in parts (1, 2 or 4) take fewer registers."""
+    if PARTS == 1:
+        return x
+    elif PARTS == 2:
+        return _half(x, PART == 1)
+    else:
+        tl.static_assert(PARTS == 4)
+        return _half(_half(x, PART >= 2), PART % 2 == 1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,8 +18,8 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # for grouped_rows
 REASON = ""
 if importlib.util.find_spec("triton") is None:
     REASON = "needs triton: pip install 'moe-core[triton]'"
