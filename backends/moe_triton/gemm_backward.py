@@ -183,11 +183,10 @@ def outer_kernel(a, b, row_weights, sorted_token_ids, tokens_per_expert, expert_
             b_row = find_rows(position, sorted_token_ids, top_k, B_BY)
             a_at = row_offsets(a_row, a_period, stride_ao, stride_ai)[:, None]
             b_at = row_offsets(b_row, b_period, stride_bo, stride_bi)[:, None]
-            # what lies past the end may be anything: both must be zero there
+            # past the end a is zero and b repeats a row: what lies there may be anything
             a_mask = mine[:, None] & (m < a_size)[None, :]
-            b_mask = mine[:, None] & (n < b_size)[None, :]
             a_tile = tl.load(a_columns + a_at, mask=a_mask, other=0.0)
-            b_tile = tl.load(b_columns + b_at, mask=b_mask, other=0.0)
+            b_tile = tl.load(b_columns + b_at, mask=(n < b_size)[None, :], other=0.0)
             if WEIGHTED:
                 weight = load_weights(row_weights, position, sorted_token_ids, W_BY)[:, None]
                 b_tile = (b_tile.to(tl.float32) * weight).to(b_tile.dtype)

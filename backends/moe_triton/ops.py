@@ -32,6 +32,10 @@ from moe_triton.reduce import sum_rows
 if TYPE_CHECKING:
     from moe_triton.configs import Config
 
+_sum_rows: Any = sum_rows._init_fn  # the kernel itself, which can be planned on meta tensors
+_ANY = 2**20
+"""For sums over rows: blocks don't depend on how many there are."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -291,7 +295,7 @@ def _launch_outer(
     job: Job, a: Tensor, b: Tensor, out: Tensor, *, a_by: int, b_by: int, weighted: bool
 ) -> None:
     _, m, n = out.shape
-    config = job.config("outer", n, job.num_positions)
+    config = job.config("outer", n, _ANY)
     runtime.launch(
         gemm_backward.outer_kernel,
         job.outer_grid(config, m, n),
@@ -463,7 +467,7 @@ def run_experts_backward(
             _launch_down(
                 job, grad_pre, w13.transpose(1, 2), None, by_slot, by=tiles.SLOT, weighted=on_input
             )
-            by_x = sum_rows(by_slot, slot_rows, None)
+            by_x = _sum_rows(by_slot, slot_rows, None)
     if need_w13 and grad_pre is not None:
         _launch_outer(
             job, grad_pre, x, by_w13, a_by=tiles.NONE, b_by=job.by_token, weighted=on_input

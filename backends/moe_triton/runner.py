@@ -10,7 +10,8 @@ import torch
 from moe_core.errors import InputError
 from moe_core.interfaces import ExpertRunner
 from moe_core.layouts import ExpertContiguous, ExpertMasked, Indexed, SlotMajor
-from moe_triton.ops import experts
+from moe_triton import configs, runtime
+from moe_triton.ops import experts, run_experts, run_experts_backward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,13 +84,67 @@ class TritonRunner(ExpertRunner):
         learns = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (record.rows, weighed, *own)
         )
-        act = weights.activation
         out, _ = experts(
             record.rows, *own, weighed, ids, slot_rows, record.tokens_per_expert, starts,
-            weights.w13_layout, act.name, act.gated, act.limit, act.limit_form == "after",
-            act.alpha, self._on_input, learns and not self.recompute, self.batch_invariant,
+            *self._how(weights), learns and not self.recompute, self.batch_invariant,
         )  # fmt: skip
         return out
+
+    def _how(self, weights: ExpertWeights) -> tuple[Any, ...]:
+        act, after = weights.activation, weights.activation.limit_form == "after"
+        layout = weights.w13_layout
+        return layout, act.name, act.gated, act.limit, after, act.alpha, self._on_input
+
+    def warmup(self, weights: ExpertWeights, top_k: int, max_tokens: int) -> int:
+        """Makes ready every kernel that calls with up to ``max_tokens`` tokens launch, backward
+        included where the layer learns; afterwards none is compiled. For ``expert_masked``,
+        ``max_tokens`` is the capacity. Returns how many kernels there are.
+
+        No memory is taken and nothing runs: launches for meta tensors are planned, one call per
+        tile height, and compiled for the current device (in the interpreter there is nothing to
+        compile). Rows, and gradients of results, are taken to be dense.
+        """
+        chip = runtime.chip(weights.w13.device)
+        with runtime.planning(chip, compiles=not runtime.INTERPRETED) as plan:
+            for tokens in self._sizes(weights.num_local_experts, top_k, max_tokens):
+                self._plan(_on_meta(weights), top_k, tokens)
+        return len({launch.variant() for launch in plan.launches})
+
+    def _sizes(self, num_experts: int, top_k: int, max_tokens: int) -> list[int]:
+        """For each tile height the most tokens for which it is used."""
+        if self.context.takes == "expert_masked":
+            return [max_tokens]
+        most = [height * num_experts // max(top_k, 1) for height in configs.BUCKETS]
+        return [1, *(t for t in most if 1 < t < max_tokens), max_tokens]
+
+    def _plan(self, weights: ExpertWeights, top_k: int, tokens: int) -> None:
+        """A call, and its backward, on meta tensors, as ``run`` would make them."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        own = (weights.w13, weights.w2, weights.w13_bias, weights.w2_bias)
+        experts, hidden, dtype = weights.num_local_experts, weights.w13.shape[2], weights.w13.dtype
+        counts, starts = empty(experts), empty(experts + 1)
+        ids = slot_rows = None
+        shape = results = (tokens * top_k,)
+        if self.context.takes == "indexed":
+            shape, results = (tokens,), (tokens, top_k)
+            ids, slot_rows = empty(tokens * top_k), empty(tokens, top_k)
+        elif self.context.takes == "expert_masked":
+            shape = results = (experts, tokens)
+            starts = None
+        weighed = empty(*results, dtype=torch.float32) if self._weighs else None
+        given = (
+            empty(*shape, hidden, dtype=dtype), *own, weighed, ids, slot_rows, counts, starts,
+        )  # fmt: skip
+        how = self._how(weights)
+        for learns in {False, self.context.request.autograd}:
+            keep = learns and not self.recompute
+            out, pre = run_experts(*given, *how, keep, self.batch_invariant)
+            if learns:
+                needs = [t is not None for t in given[:6]]
+                run_experts_backward(out, *given, pre, *how, self.batch_invariant, needs)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """Dense copies where weights aren't dense; the kernels read every ``w13_layout``."""
@@ -103,3 +158,15 @@ class TritonRunner(ExpertRunner):
         size = getattr(torch, self.context.dtype).itemsize
         kept = width if self.context.request.autograd and not self.recompute else 0
         return num_tokens * top_k * (share + kept) * size
+
+
+def _on_meta(weights: ExpertWeights) -> ExpertWeights:
+    """The same shapes and strides, no memory."""
+
+    def empty(t: Tensor | None) -> Any:
+        if t is None:
+            return None
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+    names = ("w13", "w2", "w13_bias", "w2_bias")
+    return replace(weights, **{name: empty(getattr(weights, name)) for name in names})
