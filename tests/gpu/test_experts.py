@@ -145,7 +145,8 @@ def test_compiled_in_one_graph(compiler: str, device: torch.device):
 
 def test_nothing_is_compiled_after_warmup(device: torch.device):
     moe = layer(device)
-    moe.experts.pipeline.runner.warmup(moe.experts.weights, 4, max_tokens=3000)
+    runner: Any = moe.experts.pipeline.runner
+    runner.warmup(moe.experts.weights, 4, max_tokens=3000)
 
     def steps() -> list[str]:
         with count_compilations() as names:
