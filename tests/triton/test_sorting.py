@@ -39,8 +39,9 @@ def check(topk_ids: torch.Tensor, num_experts: int) -> None:
 
 
 def random_ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    """Some of them no expert's."""
     generator = torch.Generator().manual_seed(tokens)
-    return torch.randint(-1, experts + 1, (tokens, top_k), generator=generator)
+    return torch.randint(-3, experts + 9, (tokens, top_k), generator=generator)
 
 
 def test_a_sort_by_hand(form: str) -> None:

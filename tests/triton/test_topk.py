@@ -111,6 +111,7 @@ def test_the_backward_is_its_twins(scoring_func: str, normalize: bool) -> None:
         ids = torch.randint(
             -1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(2)
         )
+        ids[0] = torch.arange(top_k) // 2  # an expert twice
         able = x.isfinite() | (x == INF)
         ids = torch.where((ids >= 0) & able.gather(1, ids.clamp(min=0)) & mask[:, None], ids, -1)
         weights, scores = logits(8, top_k, seed=3)[-1:], torch.randn(tokens, experts)
@@ -186,6 +187,22 @@ def test_a_table_chooses_by_token() -> None:
     )
     weights.sum().backward()
     torch.testing.assert_close(leaf.grad, torch.tensor([[1 / 4, 3 / 16], [0, 2 * 3 / 16]]))
+
+
+def test_gradients_in_the_tails_by_hand() -> None:
+    # far below 0: sigmoid(x) = e^x, sqrtsoftplus(x) = e^(x/2), slopes of their logarithms 1 and 1/2
+    for scoring_func, slope in (("sigmoid", 1.0), ("sqrtsoftplus", 0.5)):
+        leaf = torch.full((1, 2), -40.0, requires_grad=True)
+        weights, scores, _ = topk.route(
+            leaf, None, None, None, None,
+            **how(scoring_func=scoring_func, normalize=True, scale=1.0),
+        )  # fmt: skip
+        want = math.exp(-40 * slope)
+        torch.testing.assert_close(scores, torch.full((1, 2), want), rtol=1e-5, atol=0)
+        (grad,) = torch.autograd.grad(scores[0, 0], leaf, retain_graph=True)
+        torch.testing.assert_close(grad, torch.tensor([[want * slope, 0]]), rtol=1e-5, atol=0)
+        (grad,) = torch.autograd.grad(weights[0, 0], leaf)  # d (1/2) = 1/2 * 1/2 * slope
+        torch.testing.assert_close(grad, torch.tensor([[slope / 4, -slope / 4]]))
 
 
 # -- as an operator
