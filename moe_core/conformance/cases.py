@@ -136,10 +136,11 @@ def exact_case(
     )
     w13 = torch.zeros(experts, 2 * inner, hidden, dtype=dtype)
     w13[:, :inner, 0] = SURE
-    kept = min(hidden, inner)
-    w13[:, inner : inner + kept, :kept] = torch.eye(kept, dtype=dtype) / SURE
+    places = identity_places(hidden, inner)
+    kept = torch.arange(len(places))
+    w13[:, inner + places, kept] = 1 / SURE
     w2 = torch.zeros(experts, hidden, inner, dtype=dtype)
-    w2[:, :kept, :kept] = torch.eye(kept, dtype=dtype)
+    w2[:, kept, places] = 1
     w2 *= scale_of(torch.arange(experts)).to(dtype)[:, None, None]
     power = (token[:, None] + 2 * torch.arange(top_k) + holder) % 3 - 1
     topk = torch.pow(2.0, power).to(fine(dtype))
@@ -149,6 +150,12 @@ def exact_case(
 def scale_of(ids: Tensor) -> Tensor:
     """By what the experts of ``exact_case`` multiply."""
     return ids % 8 + 1
+
+
+def identity_places(hidden: int, inner: int) -> Tensor:
+    """Which of the I values between the two products hold x: spread, so that no slice of them
+    (tensor parallelism) has all."""
+    return torch.arange(min(hidden, inner)) * max(inner // hidden, 1)
 
 
 def identity_rows(case: Case) -> Tensor:

@@ -32,7 +32,10 @@ from moe_core.config import (
 from moe_core.conformance import bounds
 from moe_core.conformance.cases import Case, oracle, sum_length
 from moe_core.conformance.target import Conformance, Target
+from moe_core.contracts import Routing
+from moe_core.interfaces import Router
 from moe_core.manifest import ROLE_AXES, Offer, Range, Request, meets, show
+from moe_core.reference_routing import reference_route
 from moe_core.resolution import make_request
 from moe_core.rules import RULES
 
@@ -153,6 +156,26 @@ def names(refusal: Refusal, axis: str) -> bool:
     return (rule is not None and axis in rule.axes) or axis in spoken
 
 
+class LogitsOnly(Router):
+    """Leaves the choice to the kernel."""
+
+    routing_ids = False
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.experts = config.num_experts
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
+    ) -> Routing:
+        columns = torch.arange(self.experts, device=hidden_states.device) % hidden_states.shape[1]
+        logits = hidden_states[:, columns].to(bounds.fine(hidden_states.dtype))
+        return Routing(None, None, logits * (1 + columns))
+
+
 class ClaimsConformance(Conformance):
     """Subclass it and set ``backend`` to a spec; tests collect the subclass."""
 
@@ -230,8 +253,10 @@ class ClaimsConformance(Conformance):
             return
         assert not [r for r in mine if r.code != "check"], str(mine[0])
         size = value if isinstance(value, int) else 0
-        if not found.ok or parallel.world_size > 1 or size > LARGEST or axis == "routing_ids":
+        if not found.ok or parallel.world_size > 1 or size > LARGEST:
             return  # a partner's refusal; ranks are for the suite of transports
+        if axis == "capacity" and value:
+            return  # which slots a kernel drops is its own affair
         if asked.wants.get("device", owner.device) != owner.device:
             return
         self._compute(owner, spec, config, asked.wants)
@@ -240,12 +265,16 @@ class ClaimsConformance(Conformance):
         torch.manual_seed(0)
         wants = {"device": owner.device} | wants
         wants["inference"] = not wants.pop("autograd", owner.autograd)
+        if not wants.pop("routing_ids", True):
+            wants["router"] = LogitsOnly(config)
         layer = MoELayer(config, backend=spec, **wants)
         generator = torch.Generator().manual_seed(2)
         x = torch.randn(6, config.hidden_size, generator=generator, dtype=torch.float64)
         x = x.to(owner.device, layer.experts.dtype)
         ids = torch.arange(6, device=owner.device)
         y, routing = layer(x, ids if config.router.kind == "hash" else None, return_routing=True)
+        if not routing.has_ids:  # the kernel chose, by the config's rules
+            routing = reference_route(routing.router_logits, config.top_k, config.router)
         chosen, weights = routing.ids_and_weights()
         own = layer.experts
         case = Case(

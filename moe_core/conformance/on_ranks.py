@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from moe_core import ConfigError, HandleError, InputError, Routing, trace
+from moe_core import ConfigError, Experts, HandleError, InputError, Routing, trace
 from moe_core.conformance import bounds
 from moe_core.conformance.cases import (
     Case,
@@ -33,6 +33,8 @@ from moe_core.layouts import ExpertContiguous, RankGrouped, Record, TokenMajor
 from moe_core.placement import Placement, w13_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 PATTERNS = ("any", "first", "last", "skewed", "none")
@@ -86,11 +88,15 @@ def received_rows(job: Job) -> None:
         whole = me.exact(ids)
         own = me.own(whole, ids)
         mine = whole.tokens(own.start, own.stop).to(job.device)
-        record, handle = me.layer.dispatch(mine.x, mine.ids, mine.topk)
+        want = exact_result(whole)[own]
         first = me.layer.placement.first_expert(me.groups.ep_rank)
-        _check_record(me, record, whole, first, me.layer.w13.shape[0])
+        check = lambda record: _check_record(me, record, whole, first, len(me.layer.w13))  # noqa: B023, E731
+        record, handle = me.layer.dispatch(mine.x, mine.ids, mine.topk)
+        check(record)
         out = me.layer.combine(me.layer.run(record), handle)
-        me.equal(out, exact_result(whole)[own], f"staged, ids {pattern!r}")
+        me.equal(out, want, f"staged, ids {pattern!r}")
+        _, record, handle = _by_itself(me, mine, check)  # a converter would hide what it ignores
+        me.equal(me.transport.combine(record, handle), want, f"by itself, ids {pattern!r}")
 
 
 def _check_record(me: Rank, record: Record, whole: Case, first: int, count: int) -> None:
@@ -111,14 +117,18 @@ def _check_record(me: Rank, record: Record, whole: Case, first: int, count: int)
         me.equal(record.topk_ids[kept], local[needed], "local ids")
         me.equal(record.rows[kept], whole.x[needed], "rows")
         weights = torch.where(local >= 0, whole.topk, 0)[needed]
-        got = torch.where(record.topk_ids >= 0, record.topk_weights, 0)[kept]
-        me.equal(got, weights, "weights")
+        got = record.topk_weights
+        if isinstance(record, TokenMajor):  # a rank's own tokens come as they are
+            got = torch.where(record.topk_ids >= 0, got, 0)
+        me.equal(got[kept], weights, "weights")
 
 
 def slot_order(job: Job) -> None:
     """combine=per_slot: products summed in slot order, rounded once, the same bits everywhere."""
     me = Rank(job)
     ids = me.ids("any", job.tokens)
+    for own in ids:  # the first slot on the first rank, the others on the last
+        own[::2, 0], own[::2, 1:] = 0, job.config.num_experts - 1
     whole = me.exact(ids)
     generator = torch.Generator().manual_seed(11)
     whole.topk = torch.randn(whole.topk.shape, generator=generator).to(whole.topk)
@@ -331,9 +341,12 @@ def handles(job: Job) -> None:
     me = Rank(job)
     other = me.another()
     batches: list[tuple[Case, Tensor]] = []
-    for pattern, tokens in (("any", job.tokens), ("skewed", job.tokens), ("any", job.tokens[::-1])):
+    more = tuple(t + 1 for t in job.tokens)
+    plans = (("any", job.tokens), ("skewed", more), ("any", job.tokens[::-1]))
+    for turn, (pattern, tokens) in enumerate(plans):  # no two have the same weights
         ids = me.ids(pattern, tokens)
         whole = me.exact(ids)
+        whole.topk = whole.topk.roll(turn, 1)
         own = me.own(whole, ids)
         batches.append((whole.tokens(own.start, own.stop).to(job.device), exact_result(whole)[own]))
     other.load_state_dict(me.layer.state_dict())
@@ -363,21 +376,31 @@ def _in_flight(me: Rank, other: Any, a: tuple[Case, Tensor], b: tuple[Case, Tens
 
 def _transport_handles(me: Rank, other: Any, batch: tuple[Case, Tensor]) -> None:
     """The transport by itself: a pipeline guards its own handle and would hide it."""
-    (case, want), transport, pipeline = batch, me.transport, me.layer.pipeline
-    routing = pipeline.slot_map.physical(Routing(case.ids, case.topk))
-    begun = transport.dispatch_begin(case.x, routing)
-    record, handle = begun.finish()
+    (case, want), transport = batch, me.transport
+    begun, record, handle = _by_itself(me, case, lambda _: None)
     _refuses(me, begun.finish, "finish() twice")
+    foreign = lambda: other.pipeline.transport.combine(record, handle)  # noqa: E731
+    _refuses(me, foreign, "another transport's handle")
+    me.equal(transport.combine(record, handle), want, "the transport by itself")
+    _refuses(me, lambda: transport.combine(record, handle), "a transport's handle used twice")
+
+
+def _by_itself(me: Rank, case: Case, check: Callable[[Record], None]) -> tuple[Any, Any, Any]:
+    """→ what was begun, the experts' results as the transport takes them, and its own handle.
+    ``check`` sees what it gave."""
+    pipeline = me.layer.pipeline
+    begun = me.transport.dispatch_begin(
+        case.x, pipeline.slot_map.physical(Routing(case.ids, case.topk))
+    )
+    record, handle = begun.finish()
+    check(record)
     state = None
     if pipeline.converter is not None:
         record, state = pipeline.converter.there(record)
     record = me.layer.run(record)
     if pipeline.converter is not None:
         record = pipeline.converter.back(record, state)
-    foreign = lambda: other.pipeline.transport.combine(record, handle)  # noqa: E731
-    _refuses(me, foreign, "another transport's handle")
-    me.equal(transport.combine(record, handle), want, "the transport by itself")
-    _refuses(me, lambda: transport.combine(record, handle), "a transport's handle used twice")
+    return begun, record, handle
 
 
 def _refuses(me: Rank, call: Any, what: str) -> None:
@@ -448,3 +471,28 @@ def many_layers(job: Job) -> None:
     for _ in range(10):
         me.another()
     me.check(groups() == before, f"10 more layers made {groups() - before} process groups")
+
+
+def on_meta(job: Job) -> None:
+    """The first rank alone builds a layer on the meta device: no other is asked."""
+    if job.parallel.world_size > 1 and dist.get_rank() > 0:
+        return
+    layer = Experts(job.config, job.parallel, job.spec, device="meta", inference=not job.autograd)
+    assert all(t.is_meta for t in layer.state_dict().values()), "something was allocated"
+
+
+def parts(job: Job) -> None:
+    """final_sum=caller: what the ranks that hold the same rows get is, in sum, the result."""
+    me = Rank(job)
+    for pattern in ("any", "first"):
+        ids = me.ids(pattern, job.tokens)
+        whole = me.exact(ids)
+        own = me.own(whole, ids)
+        out = me.run(whole.tokens(own.start, own.stop)).detach()
+        dtype = me.layer.resolution.request.combine_dtype
+        me.check(str(out.dtype) == f"torch.{dtype}", f"parts in {out.dtype}, not {dtype}")
+        total = out.clone()
+        groups = [me.groups.tp, me.groups.ep if job.parallel.rows == "replicated" else None]
+        for group in filter(None, groups):
+            dist.all_reduce(total, group=group)
+        me.equal(total.to(me.dtype), exact_result(whole)[own], f"the sum of parts, ids {pattern!r}")

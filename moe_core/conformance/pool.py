@@ -27,6 +27,8 @@ Result = TypeVar("Result")
 
 GRACE = 2.0
 """Seconds that the other ranks get to report after one has failed."""
+METHOD = "spawn"
+"""How ranks are started; a process that has done nothing yet may fork them."""
 
 
 class RankPool:
@@ -39,8 +41,7 @@ class RankPool:
 
     def run(self, task: Callable[..., Result], *args: Any, limit: float = 60.0) -> list[Result]:
         """``task(*args)`` on every rank → the results by rank."""
-        if not self.processes:
-            self._start()
+        self.start()
         for connection in self._pipes:
             connection.send((task, args))
         results: dict[int, Any] = {}
@@ -75,8 +76,11 @@ class RankPool:
             )
         raise AssertionError("\n".join(lines))
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+    def start(self) -> None:
+        """Starts the processes, where there are none."""
+        if self.processes:
+            return
+        context = multiprocessing.get_context(METHOD)
         store = tempfile.NamedTemporaryFile(prefix="moe_core_ranks_", delete=False)  # noqa: SIM115
         store.close()
         os.unlink(store.name)

@@ -21,13 +21,15 @@ from hypothesis import given
 
 from moe_core import Activation, ConfigError, Experts, MoEConfig, moe_forward
 from moe_core.config import ACTIVATIONS, DTYPES, LIMIT_FORMS, W13_LAYOUTS
-from moe_core.conformance import bounds
+from moe_core.conformance import bounds, on_ranks
 from moe_core.conformance.cases import (
     SILU,
+    SURE,
     Case,
     exact_case,
     exact_result,
     gradient_size,
+    identity_places,
     identity_rows,
     oracle,
     poison,
@@ -37,6 +39,8 @@ from moe_core.conformance.cases import (
     sum_length,
 )
 from moe_core.conformance.pairs import check_pairs, pairs, partners
+from moe_core.conformance.peak import peak_bytes
+from moe_core.conformance.rank import Job
 from moe_core.conformance.strategies import EXAMPLES, routings
 from moe_core.conformance.target import NOT_CLAIMED, NOT_HERE, Conformance
 from moe_core.layouts import ExpertContiguous
@@ -77,6 +81,8 @@ PATTERNS: dict[str, list[list[int]]] = {
     "no tokens": [],
     "sizes 5 0 7 0": [[0]] * 5 + [[-1]] * 4 + [[2]] * 7,
 }
+SHAPES = [(4, 13, 7), (5, 1, 1), (4, 12, 20), (9, 40, 24), (4, 264, 272)]
+"""E, H, I: odd ones, the least, and more than a tile."""
 NEEDS_DYNAMO = "ignore:.*should not be instantiated:DeprecationWarning"  # torch's own, tracing
 
 
@@ -226,9 +232,68 @@ class RunnerConformance(Conformance):
         self.check(case.tokens(0, 0))
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("sizes", [(4, 13, 7), (5, 1, 1), (4, 12, 20), (9, 40, 24)], ids=str)
+    @pytest.mark.parametrize("sizes", SHAPES, ids=str)
     def test_sizes(self, sizes: tuple[int, int, int], dtype: str) -> None:
         self.check(self.case(PATTERNS["all experts"], dtype, sizes=sizes))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_many_rows(self, dtype: str) -> None:
+        """600 tokens, half of all slots to one expert: exact numbers, and a gradient whose sum over
+        tokens is a float32 one."""
+        tokens = torch.arange(600)
+        ids = torch.stack([tokens * 0, 1 + tokens % 3], 1)
+        case = exact_case(ids, getattr(torch, dtype), self.sizes(4, 8, 8))
+        mine = case.to(self.device).mapped(lambda t: t.detach().requires_grad_(self.learns))
+        out, used = self.forward(mine)
+        assert torch.equal(out.detach().cpu(), exact_result(case))
+        if not self.learns:
+            return
+        (got,) = torch.autograd.grad(out, [used["w2"]], torch.ones_like(out))
+        places = identity_places(*case.w2.shape[1:])[:4]
+        steps = bounds.gamma(bounds.ROUNDINGS, bounds.unit(case.x.dtype))
+        for expert in range(4):
+            weight = torch.where(case.ids == expert, case.topk.double(), 0).sum(1)
+            want = (weight[:, None] * case.x.double()).sum(0)[:4]  # none of these is negative
+            mine = got[expert, 0, places].double().cpu()
+            assert ((mine - want).abs() <= steps * want).all(), f"{mine.tolist()}, not {want}"
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_long_sums_are_wide(self, dtype: str) -> None:
+        """One and many that are too small to be added to it in half precision."""
+        case = self.case([[0, -1]], dtype, sizes=(2, 256, 256)).mapped(torch.zeros_like)
+        tiny = torch.finfo(case.x.dtype).eps / 4
+        _, hidden, inner = case.w2.shape
+        case.topk[0, 0] = 1
+        for row in (case.x[0], *case.w2[0]):
+            row[:] = tiny
+            row[0] = 1
+        case.w13[0, :inner, 0] = SURE
+        case.w13[0, inner:] = 1
+        out, _ = self.forward(case.to(self.device))
+        want = SURE * (1 + (hidden - 1) * tiny) * (1 + (inner - 1) * tiny)
+        steps = bounds.gamma(bounds.ROUNDINGS, bounds.unit(case.x.dtype))
+        error = (out.double().cpu() - want).abs()
+        assert (error <= steps * want).all(), f"{out[0, 0].item()}, not {want}"
+
+    def test_workspace_bytes_are_enough(self) -> None:
+        """What a call without gradients holds at its peak, results included. On CPUs the memory
+        inside of an operator can't be seen."""
+        for ids in ([[0, 0]] * 64, [[t % 4, -1] for t in range(64)], [[0, 1]]):
+            case = self.case(ids, sizes=(4, 64, 48)).to(self.device)
+            layer = self.experts(case)
+            runner = layer.pipeline.runner
+            declared = 0 if runner is None else runner.workspace_bytes(*case.ids.shape)
+            if not declared:
+                pytest.skip(f"{NOT_CLAIMED}workspace_bytes")
+            with torch.no_grad():
+                record, _ = layer.dispatch(case.x, case.ids, case.topk)
+                taken = peak_bytes(lambda: layer.run(record), self.device)  # noqa: B023
+            assert taken <= declared, f"{case.ids.shape}: takes {taken} bytes, declares {declared}"
+
+    def test_replicas(self) -> None:
+        """More slots than experts, for inference."""
+        config = self.target.config(num_experts=7, top_k=3)
+        on_ranks.placements(Job(self.backend, config, device=self.device, autograd=False))
 
     def test_uninitialised_memory_twice(self) -> None:
         # pytorch/pytorch#172439, #193633, #154557: sizes 5 0 7 0 0 3 and 8 rows of nobody
@@ -293,9 +358,9 @@ class RunnerConformance(Conformance):
         assert grads[0][mine].isfinite().all()
         assert grads[1].isfinite().all()
         weighted = identity_rows(case) * (case.topk[:, :1].to(dtype) if "weight" in out.paid else 1)
-        kept, exact = min(case.w2.shape[1:]), torch.zeros_like(case.w2)
+        places, exact = identity_places(*case.w2.shape[1:]), torch.zeros_like(case.w2)
         for expert, part in ((0, slice(0, 2)), (2, slice(2, 5))):
-            exact[expert, :, :kept] = weighted[part, :kept].sum(0)
+            exact[expert][:, places] = weighted[part, : len(places)].sum(0)
         assert torch.equal(grads[2].cpu(), exact)
 
     def test_a_row_alone_has_the_same_bits(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +39,8 @@ WIDTHS = [
 WIDTHS += [replace(w, rows="replicated") for w in WIDTHS if w.ep_size > 1 and w.dp_size == 1]
 TOKENS = (5, 3, 0, 4)
 """Of the holders: one has none where there are three or more."""
+MANY = (130, 1, 67, 0)
+"""More than a buffer, a tile or a power of two holds, beside a rank with next to nothing."""
 LIMIT = 30.0
 """Seconds for one task of a pool: what hangs is ended, and is a failure."""
 
@@ -148,6 +151,11 @@ class OnRanks(Conformance):
         jobs = [self.job(spec, width, combine=combine) for combine in self.combines(spec)]
         self.on(on_ranks.idle_steps, jobs)
 
+    def test_large_batches(self, spec: str, width: ParallelConfig) -> None:
+        # deepseek-ai/DeepEP#382: wrong from T = 128 on
+        job = self.job(spec, width)
+        self.on(on_ranks.exact_numbers, replace(job, tokens=MANY[: len(job.tokens)]))
+
     def test_bad_input_raises_on_every_rank(self, spec: str, width: ParallelConfig) -> None:
         if width.dp_size > 1:  # replicas don't meet in a forward
             width = replace(width, dp_size=1)
@@ -158,8 +166,26 @@ class OnRanks(Conformance):
     def test_placements(self, spec: str, width: ParallelConfig) -> None:
         self.on(on_ranks.placements, self.job(spec, width))
 
+    def test_meta_device(self, spec: str, width: ParallelConfig) -> None:
+        if torch.device(self.device).type != "cpu":
+            pytest.skip(f"{NOT_HERE}a layer on the meta device is one for a CPU until it is moved")
+        self.on(on_ranks.on_meta, self.job(spec, width))
+
     def test_layers_share_their_groups(self, spec: str, width: ParallelConfig) -> None:
         self.on(on_ranks.many_layers, self.job(spec, width))
+
+    def test_parts_for_the_caller(self) -> None:
+        """combine=per_rank at every width where several ranks hold the same rows."""
+        asked = [
+            self.job(spec, replace(width, final_sum="caller"), combine="per_rank")
+            for spec in dict.fromkeys(self.target.pinned(c) for c in self.target.of(self.role))
+            for width in self.widths(spec)
+            if width.copies > 1
+        ]
+        jobs = [j for j in asked if self.target.resolve(j.config, j.parallel, spec=j.spec).ok]
+        if not jobs:
+            pytest.skip(f"{NOT_CLAIMED}final_sum=caller")
+        self.on(on_ranks.parts, jobs)
 
     @ON_RANKS
     @given(data=st.data())
