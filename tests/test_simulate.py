@@ -393,7 +393,9 @@ def test_simulated_is_measured(ep: int, tp: int, dp: int, tmp_path: Path) -> Non
         for combine in ("per_rank", "per_slot")
         for dtypes in (
             {"dtype": "float64"},
-            {"dtype": "bfloat16", "dispatch_dtype": "float16", "combine_dtype": "float16"},
+            {"dtype": "float64", "combine_dtype": "float32"},
+            {"dtype": "bfloat16"},
+            {"dispatch_dtype": "bfloat16", "combine_dtype": "float64"},  # 2, 8, and rows of 4
         )
     ]
     jobs.append(Job(CONFIG, parallel, ALL_TO_ALL, (0,) * len(tokens)))
@@ -428,7 +430,11 @@ def test_simulated_is_measured_for_all_that_changes_a_routing(
     )
     jobs += [
         replace(job, parallel=everywhere, spec=REPLICATED, tokens=TOKENS[dp])
-        for job in (*jobs[:6], replace(base, config=replace(CONFIG, combine="per_slot")))
+        for job in (
+            *jobs[:6],
+            replace(base, config=replace(CONFIG, combine="per_slot")),
+            replace(base, config=replace(CONFIG, combine_dtype="float64")),
+        )
     ]
     check(jobs, tmp_path)
 
@@ -478,7 +484,7 @@ def offer(name: str, role: str, monkeypatch: pytest.MonkeyPatch, **more: Any) ->
         "role": role,
         "target": f"of_others:{name}",
         "offer": {
-            "dtype": ["float32"],
+            "autograd": True,
             "rows": ["distinct"],
             "uneven_experts": True,
             **widths,
@@ -668,9 +674,13 @@ def test_faults_are_told_together() -> None:
         ([IDS[0], IDS[1].float()], None, r"part 1: .*float32"),
         ([IDS[0], IDS[1] + 2], None, r"part 1: ids are 1 to 4, and must be in \[0, 4\)"),
         (Recorded(tuple(IDS), (None, None), num_experts=8), None, "num_experts=8"),
+        ([], None, "holds no ids"),
+        ([IDS[0], IDS[1][:, :1], IDS[0]], None, "part 1"),
     ):
         with pytest.raises(InputError, match=message):
             simulate(SMALL, TWO, ALL_TO_ALL, routing=routing, tokens=tokens)
+    with pytest.raises(InputError, match="as they are"):
+        simulate(SMALL, TWO, ALL_TO_ALL, policy="adjust")
 
 
 def test_a_batch_that_a_backend_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

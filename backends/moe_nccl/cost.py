@@ -70,8 +70,11 @@ def replicated(flow: Flow) -> Sent:
 
 
 def _over_tp(flow: Flow) -> Tensor:
-    """A fault flag, and every token's sum unless that is left to the caller."""
-    if flow.request.tp_size == 1:
+    """A fault flag, and every token's sum unless that is left to the caller. Sums are made in
+    float32, in float64 of what came home in it."""
+    q = flow.request
+    if q.tp_size == 1:
         return torch.zeros_like(flow.tokens)
-    row = flow.sum_row if flow.request.final_sum == "layer" else 0
-    return flow.tokens * row + INT64
+    came = q.dtype if flow.per_slot or q.rows == "replicated" else q.combine_dtype
+    row = q.hidden_size * (8 if came == "float64" else 4)
+    return flow.tokens * (row if q.final_sum == "layer" else 0) + INT64

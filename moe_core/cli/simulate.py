@@ -78,8 +78,6 @@ def run(args: argparse.Namespace) -> int:
         check_matplotlib()  # before the work
     config, placements = layer_config(args), _placements(args.placement)
     how = {k: v for k, v in wants(args).items() if v is not None}
-    # A forward is simulated; whether gradients follow only decides what may serve.
-    how["autograd"] = False
     routings, drawn = _routings(args)
     if len(placements) not in (1, len(routings)):
         raise InputError(

@@ -56,8 +56,7 @@ def simulate(
     ``[T, K]`` per holder; or what a trace recorded, whose tokens are cut into equal parts, in their
     order, where it has another number of holders. ``ranks_per_node``: neighbours that share a node
     (default: what ``MOE_RANKS_PER_NODE`` or torchrun says, else all do). ``wants``: more of what
-    ``resolve`` takes; ``device`` is ``"cpu"`` unless told otherwise, ``autograd`` False and
-    ``max_tokens_per_rank`` the largest T.
+    ``resolve`` takes; ``max_tokens_per_rank`` is the largest T unless told otherwise.
 
     Raises ``ConfigError`` with every fault and refusal, ``InputError`` for routing that doesn't
     fit, ``BackendLoadError`` for a backend whose code isn't here and ``MoEError`` for a fused one
@@ -66,15 +65,20 @@ def simulate(
     parallel = parallel or ParallelConfig()
     draw = Draw.parse(routing, seed) if isinstance(routing, str) else routing
     if not isinstance(draw, Draw | Recorded):
-        draw = Recorded(tuple(draw), (None,) * len(draw))
+        draw = Recorded(tuple(ids.cpu() for ids in draw), (None,) * len(draw))
+    if isinstance(draw, Recorded):
+        _check_recorded(draw, config)
+    if wants.get("policy", "strict") != "strict":
+        raise InputError(
+            "widths are simulated as they are: moe-core explain --policy adjust shows "
+            "what a rule would make of them"
+        )
     holders = parallel.dp_size * (parallel.ep_size if parallel.rows == "distinct" else 1)
     sizes = _sizes(draw, tokens, holders)
-    wants.setdefault("autograd", False)
     wants.setdefault("max_tokens_per_rank", max(sizes) or None)
     asked = placement or Placement(config.num_experts, parallel.ep_size)
     resolution = _resolve(config, parallel, backend, asked, ranks_per_node, wants)
     if isinstance(draw, Recorded):
-        _check_recorded(draw, config)
         ids = _Replay(draw.over(holders))
     else:
         ids = _Drawn(draw, asked, config.top_k, sizes)
@@ -143,6 +147,8 @@ def _resolve(
 
 def _check_recorded(recorded: Recorded, config: MoEConfig) -> None:
     experts, top_k = config.num_experts, config.top_k
+    if not recorded.ids:
+        raise InputError("the routing holds no ids: it needs those of one rank at least")
     if recorded.num_experts not in (None, experts):
         raise InputError(
             f"the routing was recorded with num_experts={recorded.num_experts}, the layer has "
