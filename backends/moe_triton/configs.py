@@ -58,40 +58,53 @@ Key = tuple[str, str, int, int]
 """Kernel, family, bytes per element, bucket (0: any)."""
 
 TABLE: dict[Key, Config] = {
-    # Hopper and later: warp-group products from 64 rows, weights through descriptors
-    ("up", "sm90", 2, 16): Config(16, 64, 128, 4, 4, 8, 2),
-    ("up", "sm90", 2, 32): Config(32, 64, 128, 4, 4, 8, 2),
-    ("up", "sm90", 2, 64): Config(64, 128, 64, 4, 4, 8, 1),
-    ("up", "sm90", 2, 128): Config(128, 128, 64, 8, 4, 8, 1),
-    ("down", "sm90", 2, 16): Config(16, 64, 128, 4, 4, 8, 2),
-    ("down", "sm90", 2, 32): Config(32, 64, 128, 4, 4, 8, 2),
-    ("down", "sm90", 2, 64): Config(64, 256, 64, 4, 4, 8, 1),
+    # Hopper and later. Low tiles: weights stream by, so several programs a multiprocessor, each
+    # with a few stages on the way; high ones: as many products per byte as registers allow.
+    ("up", "sm90", 2, 16): Config(16, 32, 128, 4, 3, 8, 3),
+    ("up", "sm90", 2, 32): Config(32, 32, 128, 4, 3, 8, 2),
+    ("up", "sm90", 2, 64): Config(64, 64, 64, 4, 4, 8, 2),
+    ("up", "sm90", 2, 128): Config(128, 128, 64, 8, 4, 8, 1, parts=4),
+    ("down", "sm90", 2, 16): Config(16, 64, 128, 4, 3, 8, 3),
+    ("down", "sm90", 2, 32): Config(32, 64, 128, 4, 3, 8, 2),
+    ("down", "sm90", 2, 64): Config(64, 128, 64, 4, 4, 8, 2),
     ("down", "sm90", 2, 128): Config(128, 256, 64, 8, 4, 8, 1),
-    ("down_backward", "sm90", 2, 16): Config(16, 64, 64, 4, 3, 8, 2),
-    ("down_backward", "sm90", 2, 32): Config(32, 64, 64, 4, 3, 8, 2),
-    ("down_backward", "sm90", 2, 64): Config(64, 64, 64, 4, 4, 8, 2),
-    ("down_backward", "sm90", 2, 128): Config(128, 64, 64, 8, 4, 8, 2),
+    ("down_backward", "sm90", 2, 16): Config(16, 64, 64, 4, 3, 8, 3),
+    ("down_backward", "sm90", 2, 32): Config(32, 64, 64, 4, 3, 8, 3),
+    ("down_backward", "sm90", 2, 64): Config(64, 64, 64, 4, 4, 8, 2, parts=2),
+    ("down_backward", "sm90", 2, 128): Config(128, 128, 64, 8, 3, 8, 1, parts=4),
     ("outer", "sm90", 2, 0): Config(128, 256, 64, 8, 3, 8, 1),
-    # Ampere and Ada
-    ("up", "sm80", 2, 16): Config(16, 64, 64, 4, 4, 8, 2),
-    ("up", "sm80", 2, 32): Config(32, 64, 64, 4, 3, 8, 2),
-    ("up", "sm80", 2, 64): Config(64, 64, 64, 4, 3, 8, 2),
-    ("up", "sm80", 2, 128): Config(128, 64, 32, 8, 3, 8, 1),
-    ("down", "sm80", 2, 16): Config(16, 64, 64, 4, 4, 8, 2),
-    ("down", "sm80", 2, 32): Config(32, 64, 64, 4, 4, 8, 2),
+    # Ampere and Ada: no descriptors
+    ("up", "sm80", 2, 16): Config(16, 32, 128, 4, 3, 8, 2),
+    ("up", "sm80", 2, 32): Config(32, 32, 128, 4, 3, 8, 2),
+    ("up", "sm80", 2, 64): Config(64, 64, 64, 4, 3, 8, 1, parts=2),
+    ("up", "sm80", 2, 128): Config(128, 64, 64, 8, 3, 8, 1, parts=4),
+    ("down", "sm80", 2, 16): Config(16, 64, 128, 4, 3, 8, 2),
+    ("down", "sm80", 2, 32): Config(32, 64, 128, 4, 3, 8, 2),
     ("down", "sm80", 2, 64): Config(64, 128, 64, 4, 3, 8, 1),
-    ("down", "sm80", 2, 128): Config(128, 128, 32, 8, 3, 8, 1),
-    # MI300: 64 KiB of shared memory, no asynchronous copies: two stages
-    ("up", "gfx942", 2, 16): Config(16, 64, 64, 4, 2, 8, 2),
-    ("up", "gfx942", 2, 32): Config(32, 64, 64, 4, 2, 8, 2),
+    ("down", "sm80", 2, 128): Config(128, 128, 64, 8, 3, 8, 1),
+    ("down_backward", "sm80", 2, 16): Config(16, 64, 64, 4, 3, 8, 2),
+    ("down_backward", "sm80", 2, 32): Config(32, 64, 64, 4, 3, 8, 2),
+    ("down_backward", "sm80", 2, 64): Config(64, 64, 64, 4, 3, 8, 1, parts=4),
+    ("down_backward", "sm80", 2, 128): Config(128, 64, 64, 8, 3, 8, 1, parts=4),
+    ("outer", "sm80", 2, 0): Config(128, 128, 32, 8, 3, 8, 1),
+    # MI300: 64 KiB of shared memory, and loads go through registers: two stages
+    ("up", "gfx942", 2, 16): Config(16, 32, 128, 4, 2, 8, 2),
+    ("up", "gfx942", 2, 32): Config(32, 32, 128, 4, 2, 8, 2),
     ("up", "gfx942", 2, 64): Config(64, 64, 64, 4, 2, 8, 1),
     ("up", "gfx942", 2, 128): Config(128, 64, 64, 8, 2, 8, 1),
+    ("down", "gfx942", 2, 16): Config(16, 64, 128, 4, 2, 8, 2),
+    ("down", "gfx942", 2, 32): Config(32, 64, 128, 4, 2, 8, 2),
+    ("down", "gfx942", 2, 64): Config(64, 128, 64, 4, 2, 8, 1),
     ("down", "gfx942", 2, 128): Config(128, 128, 64, 8, 2, 8, 1),
+    ("down_backward", "gfx942", 2, 16): Config(16, 64, 64, 4, 2, 8, 2),
+    ("down_backward", "gfx942", 2, 32): Config(32, 64, 64, 4, 2, 8, 2),
+    ("down_backward", "gfx942", 2, 64): Config(64, 64, 64, 4, 2, 8, 1),
+    ("down_backward", "gfx942", 2, 128): Config(128, 64, 64, 8, 2, 8, 1),
+    ("outer", "gfx942", 2, 0): Config(128, 128, 32, 8, 2, 8, 1),
 }
 
-INTERPRETED = {kernel: Config(16, 32, 32, 1, 1, 2) for kernel in KERNELS}
-INTERPRETED["outer"] = Config(32, 32, 16, 1, 1, 2)
-"""In the interpreter, where fewer blocks take less time: the least that has several tiles."""
+INTERPRETED = {kernel: Config(32, 64, 64, 1, 1, 2) for kernel in KERNELS}
+"""In the interpreter every operation takes its time, whatever its size."""
 
 
 def bucket(rows_per_expert: float) -> int:
@@ -106,9 +119,7 @@ def rule(kernel: str, chip: Chip, itemsize: int, height: int) -> Config:
         return INTERPRETED[kernel]
     if itemsize == 4:
         return Config(min(height, 64), 32, 32, 4, 2, 8, 2)
-    if kernel == "outer":
-        return Config(128, 128, 32, 8, 3 if chip.family != "gfx942" else 2, 8, 1)
-    return Config(height, 64, 64, 4 if height <= 64 else 8, 2, 8, 1)
+    return Config(min(height, 64), 64, 32, 4, 2, 8, 1)
 
 
 def shared_bytes(kernel: str, config: Config, itemsize: int, halves: int) -> int:
@@ -155,14 +166,23 @@ def choose(
     n: int,
     k: int,
     halves: int = 1,
+    aligned: bool = True,
+    plain: bool = True,
     batch_invariant: bool = False,
 ) -> Config:
-    """What ``kernel`` is launched with for results of ``n`` columns summed over ``k``."""
+    """What ``kernel`` is launched with for results of ``n`` columns summed over ``k``.
+
+    ``aligned``: rows are multiples of 16 bytes; others are loaded element by element, through
+    registers, which a large tile would use up. ``plain``: no bias, limit, alpha or interleaved
+    ``w13``, each of which takes registers when a derivative is finished.
+    """
     height = INVARIANT_BUCKET if batch_invariant else bucket(rows_per_expert)
-    for key in ((kernel, chip.family, itemsize, b) for b in (height, 0)):
-        if key in TABLE:
-            return fit(kernel, TABLE[key], chip, itemsize, halves, n, k)
-    return fit(kernel, rule(kernel, chip, itemsize, height), chip, itemsize, halves, n, k)
+    keys = [(kernel, chip.family, itemsize, b) for b in (height, 0)] if aligned else []
+    found = next((TABLE[key] for key in keys if key in TABLE), None)
+    config = found or rule(kernel, chip, itemsize, height)
+    if kernel == "down_backward" and not plain and config.block_m * config.block_n > 64 * 64:
+        config = replace(config, block_n=64)
+    return fit(kernel, config, chip, itemsize, halves, n, k)
 
 
 def _power(size: int) -> int:

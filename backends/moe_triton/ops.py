@@ -53,6 +53,7 @@ class Job:
     layout: str
     activation: dict[str, Any]
     weight: int
+    has_bias: bool
     batch_invariant: bool
     dtype: torch.dtype
     device: torch.device
@@ -87,6 +88,12 @@ class Job:
     def experts_block(self) -> int:
         return max(16, triton.next_power_of_2(self.num_experts))
 
+    @property
+    def plain(self) -> bool:
+        act = self.activation
+        simple = act["LIMIT"] is None and act["ALPHA"] is None
+        return simple and not self.has_bias and self.layout != "interleaved"
+
     def config(self, kernel: str, n: int, k: int) -> Config:
         return configs.choose(
             kernel,
@@ -96,6 +103,10 @@ class Job:
             n=n,
             k=k,
             halves=self.halves,
+            aligned=not any(
+                size * self.dtype.itemsize % 16 for size in (self.hidden_size, self.inner_size)
+            ),
+            plain=self.plain,
             batch_invariant=self.batch_invariant,
         )
 
@@ -142,7 +153,7 @@ def _bias_strides(bias: Tensor | None) -> tuple[int, int]:
 
 def make_job(
     x: Tensor,
-    w13: Tensor,
+    w13_bias: Tensor | None,
     w2: Tensor,
     row_weights: Tensor | None,
     sorted_token_ids: Tensor | None,
@@ -184,6 +195,7 @@ def make_job(
             "ALPHA": alpha,
         },
         weight=WEIGHT_NONE if row_weights is None else weight,
+        has_bias=w13_bias is not None,
         batch_invariant=batch_invariant,
         dtype=x.dtype,
         device=x.device,
@@ -373,7 +385,7 @@ def run_experts(
     ``moe_core.config.Activation``'s fields.
     """
     job = make_job(
-        x, w13, w2, row_weights, sorted_token_ids, slot_rows, tokens_per_expert, expert_starts,
+        x, w13_bias, w2, row_weights, sorted_token_ids, slot_rows, tokens_per_expert, expert_starts,
         w13_layout, activation, gated, limit, limit_after, alpha, weight_on_input, batch_invariant,
     )  # fmt: skip
     out, pre = _results(x, w13, slot_rows, save)
@@ -428,7 +440,7 @@ def run_experts_backward(
     """Gradients of x, w13, w2, w13_bias, w2_bias and row_weights; empty ones where ``needs`` says
     no. Idle experts get zeros, and so do rows of nobody. An empty ``pre`` is computed again."""
     job = make_job(
-        x, w13, w2, row_weights, sorted_token_ids, slot_rows, tokens_per_expert, expert_starts,
+        x, w13_bias, w2, row_weights, sorted_token_ids, slot_rows, tokens_per_expert, expert_starts,
         w13_layout, activation, gated, limit, limit_after, alpha, weight_on_input, batch_invariant,
     )  # fmt: skip
     made = _gradients(x, w13, w2, w13_bias, w2_bias, row_weights, needs)

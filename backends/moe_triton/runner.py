@@ -38,7 +38,7 @@ class TritonRunner(ExpertRunner):
         self._weighs = "weight" in context.pays
         self._on_input = self._weighs and request.weight_on_input
         share = request.intermediate_size // request.tp_size
-        self._widths = (request.hidden_size, share, share * (2 if request.gated else 1))
+        self._widths = (request.hidden_size, share)
 
     def describe(self) -> dict[str, Any]:
         """As JSON: the options in use."""
@@ -151,13 +151,13 @@ class TritonRunner(ExpertRunner):
         return replace(weights, w13=weights.w13.contiguous(), w2=weights.w2.contiguous())
 
     def workspace_bytes(self, num_tokens: int, top_k: int) -> int:
-        """What a forward allocates besides its result at most, in bytes: ``R * I`` elements for the
-        activation and, for a backward without ``recompute``, ``R * W`` for the first product,
-        with ``R = num_tokens * top_k`` rows and W rows of ``w13`` per expert."""
-        _, share, width = self._widths
+        """What a forward without gradients allocates, its result included, in bytes: for each of
+        ``num_tokens * top_k`` rows the activation, I elements, and the result, H elements, and 1024
+        for the allocator's rounding. One that a backward follows keeps 2I elements per row more (I
+        without a gate), unless ``recompute`` is on."""
+        hidden, share = self._widths
         size = getattr(torch, self.context.dtype).itemsize
-        kept = width if self.context.request.autograd and not self.recompute else 0
-        return num_tokens * top_k * (share + kept) * size
+        return num_tokens * top_k * (share + hidden) * size + 1024
 
 
 def _on_meta(weights: ExpertWeights) -> ExpertWeights:

@@ -111,7 +111,7 @@ def job(
     act, places = activation or Activation(), rows.places
     how: tuple[Any, ...] = (act.name, act.gated, act.limit, act.limit_form == "after", act.alpha)
     return ops.make_job(
-        x, w13, w2, weights, places.sorted_token_ids, rows.slot_rows, places.tokens_per_expert,
+        x, None, w2, weights, places.sorted_token_ids, rows.slot_rows, places.tokens_per_expert,
         places.expert_starts, w13_layout, *how, on_input, False,
     )  # fmt: skip
 

@@ -235,7 +235,7 @@ def test_positions_past_two_to_the_31(
     w13, w2 = normal(2, 16, 16, dtype=torch.bfloat16), normal(2, 16, 16, dtype=torch.bfloat16)
     act, out = (torch.empty(last + 1, 16, dtype=torch.bfloat16) for _ in range(2))
     how = ("gate_up", "identity", False, None, False, None, False, False)
-    task = ops.make_job(x, w13, w2, None, None, None, counts, starts, *how)
+    task = ops.make_job(x, None, w2, None, None, None, counts, starts, *how)
     ops._launch_up(task, x, w13, None, act, None)
     ops._launch_down(task, act, w2, None, out, by=tiles.NONE, weighted=False)
     for expert, row in ((0, 0), (1, last)):
