@@ -72,7 +72,9 @@ class Suite:
         args.out.mkdir(parents=True, exist_ok=True)
         self.table = results.Table(args.out / "results.csv")
         self.versions: dict[str, str] = {}
-        self.skip: list[tuple[str, str]] = []
+        # what ended a process before would end this one
+        failed = (row for row in self.table.rows if row["metric"] == "failed")
+        self.skip = [(row["cell"], row["contender"]) for row in failed]
 
     @property
     def left(self) -> float:
@@ -144,7 +146,7 @@ class Suite:
             process = Worker(
                 {
                     "cells": names,
-                    "skip": self.skip,
+                    "skip": [*self.skip],
                     "on_cpu": self.args.cpu_check,
                     "seconds": self.left,
                 }
@@ -200,14 +202,15 @@ class Suite:
 class Worker:
     """``suite.worker`` in a process, with its lines as they come."""
 
+    code = (
+        "import sys; from suite.machine import use_checkout; use_checkout(); "
+        "from suite.worker import main; main(sys.argv[1:])"
+    )
+
     def __init__(self, asked: dict[str, Any]) -> None:
-        code = (
-            "import sys; from suite.machine import use_checkout; use_checkout(); "
-            "from suite.worker import main; main(sys.argv[1:])"
-        )
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(asked)],
+            [sys.executable, "-c", self.code, json.dumps(asked)],
             env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -216,12 +219,14 @@ class Worker:
         )
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.others: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
+        with self.process.stdout as lines:
+            for line in lines:
+                self.lines.put(line)
         self.lines.put(None)
 
     def next(self, seconds: float) -> dict[str, Any] | None:
@@ -240,12 +245,14 @@ class Worker:
 
     def stop(self) -> int | None:
         """Its exit code, None if it had to be killed."""
+        code: int | None = None
         try:
-            return self.process.wait(timeout=2)
+            code = self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            return None
+        self.reader.join(timeout=2)
+        return code
 
     def tail(self) -> str:
         return "".join(self.others[-30:])

@@ -24,9 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from moe_triton import configs, ops, runtime
 from moe_triton.aot_binary import Binary, read_binary
-from moe_triton.reduce import sum_rows
 from moe_triton.runtime import CHIPS
-from moe_triton.sorting import sort_slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,9 +45,7 @@ class Target:
 
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), CHIPS["sm80"], 163 * 1024, "mma"),
-    "sm_86": Target(
-        GPUTarget("cuda", 86, 32), replace(CHIPS["sm80"], shared_memory=99 * 1024), 99 * 1024, "mma"
-    ),
+    "sm_86": Target(GPUTarget("cuda", 86, 32), CHIPS["sm86"], 99 * 1024, "mma"),
     "sm_90": Target(GPUTarget("cuda", 90, 32), CHIPS["sm90"], 227 * 1024, "wgmma"),
     "sm_100": Target(GPUTarget("cuda", 100, 32), CHIPS["sm100"], 227 * 1024, "tcgen05"),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), CHIPS["gfx942"], 64 * 1024, "mfma"),
@@ -159,16 +155,15 @@ def launch_case(case: Case) -> None:
         (empty(NUM_EXPERTS, 2 * size), empty(NUM_EXPERTS, size)) if case.bias else (None, None)
     )
     weights = empty(tokens, TOP_K, dtype=torch.float32)
-    topk_ids = empty(tokens, TOP_K, dtype=torch.int64)
-    sort = sort_slots._init_fn  # the kernels themselves: an operator would look for a device
-    token_ids, slot_rows, counts, starts = sort(topk_ids, NUM_EXPERTS)
-    rows = (weights, token_ids, slot_rows, counts, starts)
+    counted = (tokens * TOP_K,), (tokens, TOP_K), (NUM_EXPERTS,), (NUM_EXPERTS + 1,)
+    rows = (weights, *(empty(*shape, dtype=torch.int32) for shape in counted))
     how = (case.w13_layout, "silu", True, case.limit, False, case.alpha, False)
-    out, pre = ops.run_experts(x, w13, w2, b13, b2, *rows, *how, case.backward, False)
-    sum_rows._init_fn(out, slot_rows, None)
+    run: Any = ops.run_experts
+    run_backward: Any = ops.run_experts_backward
+    _, pre = run(x, w13, w2, b13, b2, *rows, *how, case.backward, False)
     if case.backward:
         needs = [True, True, True, case.bias, case.bias, True]
-        ops.run_experts_backward(grad, x, w13, w2, b13, b2, *rows, pre, *how, False, needs)
+        run_backward(grad, x, w13, w2, b13, b2, *rows, pre, *how, False, needs)
 
 
 def compile_cases(target_name: str, cases: Sequence[Case] = CASES) -> list[Compiled]:
@@ -248,12 +243,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_triton.aot", description=__doc__)
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--case", action="append", choices=[c.name for c in CASES])
+    parser.add_argument("--forward", action="store_true", help="kernels of the forward only")
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("TRITON_INTERPRET=1 is set, and nothing is compiled then: unset it", file=sys.stderr)
         return 2
-    cases = [case for case in CASES if args.case is None or case.name in args.case]
+    cases = [
+        replace(case, backward=case.backward and not args.forward)
+        for case in CASES
+        if args.case is None or case.name in args.case
+    ]
     found: list[Compiled] = []
     for name in args.target or TARGETS:
         found += compile_cases(name, cases)
