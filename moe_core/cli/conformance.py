@@ -113,17 +113,17 @@ def _mutants(args: argparse.Namespace) -> int:
         raise ConfigError([Fault("jobs", args.jobs, "must be at least 1")])
     if not hasattr(os, "fork"):
         raise ConfigError([Fault("mutants", args.mutants, "needs a system that can fork")])
-    from moe_core.conformance.mutants import select
-
     asked = {
         "pattern": args.mutants,
         "roles": [p for p in args.profile or ROLES if p in ROLES],
         "spec": args.backend or "",
+        "match": args.k or "",
         "jobs": args.jobs or min(len(os.sched_getaffinity(0)), 4),
         "json": args.json,
     }
-    select(asked["pattern"], tuple(asked["roles"]))  # says what is wrong with the pattern
     run = (sys.executable, "-P", "-m", "moe_core.conformance.mutants.run", json.dumps(asked))
     with tempfile.TemporaryDirectory(prefix="moe_core_mutants_") as folder:
         done = _start([*run], folder)
-    return INTERRUPTED if done.returncode < 0 else {0: OK, 1: NO}.get(done.returncode, BUG)
+    return (
+        INTERRUPTED if done.returncode < 0 else {0: OK, 1: NO, 2: USAGE}.get(done.returncode, BUG)
+    )

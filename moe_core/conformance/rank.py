@@ -61,7 +61,11 @@ class Rank:
         return self.layer.pipeline.transport
 
     def fail(self, what: str) -> NoReturn:
-        widths = {k: v for k, v in self.job.parallel.to_dict().items() if v not in (1, "distinct", "layer")}
+        widths = {
+            k: v
+            for k, v in self.job.parallel.to_dict().items()
+            if v not in (1, "distinct", "layer")
+        }
         where = f"rank {self.groups.rank}, {widths or 'local'}, {self.config.dtype}"
         raise AssertionError(f"{where}, {self.config.combine}: {what}")
 

@@ -25,12 +25,14 @@ class ExpertParallelIsClaimed(MutantTransport):
     """A transport within one rank says that it spreads experts."""
 
 
-@transport(killer="test_exact_numbers", carrier=LOCAL, offer={**WIRE, "tp_size": Range()})
+@transport(killer="test_exact_numbers[tp2]", carrier=LOCAL, offer={**WIRE, "tp_size": Range()})
 class TensorParallelIsClaimed(MutantTransport):
     """A transport within one rank says that it sums over slices."""
 
 
-@transport(killer="test_numbers_and_gradients", offer={"rows": ("distinct", "replicated")})
+@transport(
+    killer="test_numbers_and_gradients[ep2-replicated]", offer={"rows": ("distinct", "replicated")}
+)
 class ReplicatedRowsAreClaimed(MutantTransport):
     """An all-to-all says that all ranks may bring the same rows."""
 

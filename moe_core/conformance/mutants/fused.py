@@ -198,8 +198,8 @@ def only_rank_0_is_right(self: Any, rows: Any, routing: Any, weights: Any) -> An
     return staged(self, rows, routing, weights)
 
 
-@fused(killer=NUMBERS, ranks=(2,))
-def bias_of_every_slice(self: Any, rows: Any, routing: Any, weights: Any) -> Any:
+@fused(killer=f"{NUMBERS}[tp2]", ranks=(2,))
+def tp_sum_twice(self: Any, rows: Any, routing: Any, weights: Any) -> Any:
     """The sum over tensor parallel ranks is made twice."""
     return staged(self, rows, routing, weights) * self.context.request.tp_size
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from moe_core.conformance import mutants, pool
+from moe_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 LIMIT = 60.0
 """Seconds for one test, in which a healthy part needs a few."""
+
+NO_MUTANT = r"[\w.]*(Name|Attribute|Type|Import|ModuleNotFound|BackendLoad|UnboundLocal)Error: "
+"""What a slip in a mutant's own code raises: any test would fail for it, so it proves nothing."""
 
 
 @dataclass
@@ -104,14 +108,17 @@ class Child:
 
 
 def run(
-    todo: Iterable[tuple[Mutant, frozenset[str]]], jobs: int, say: Any = lambda _: None
+    todo: Iterable[tuple[Mutant, frozenset[str]]],
+    jobs: int,
+    say: Any = lambda _: None,
+    match: str = "",
 ) -> list[Outcome]:
-    """Runs each with its tests (an empty set: all, until the first that fails), ``jobs`` at a time.
-    ``say`` hears of each outcome as it comes."""
+    """Runs each with its tests, ``jobs`` at a time. An empty set: all (that pytest's -k ``match``
+    leaves), until the first that fails. ``say`` hears of each outcome as it comes."""
     waiting, running, done = deque(todo), list[Child](), list[Outcome]()
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(_start(*waiting.popleft()))
+            running.append(_start(*waiting.popleft(), match))
         until = min(c.since for c in running) + LIMIT
         ready = wait([c.pipe for c in running], max(until - time.monotonic(), 0))
         for child in list(running):
@@ -158,18 +165,20 @@ def _end(child: Child) -> Outcome:
     outcome = child.outcome
     outcome.seconds = time.monotonic() - child.started
     outcome.by, outcome.reason = next(iter(outcome.failed.items()), ("", ""))
+    if re.match(NO_MUTANT, outcome.reason):
+        outcome.problem, outcome.by = f"is broken, and not wrong: {outcome.reason}", ""
     if not outcome.ran and not outcome.problem:
         outcome.problem = "no test was run"
     return outcome
 
 
-def _start(mutant: Mutant, only: frozenset[str]) -> Child:
+def _start(mutant: Mutant, only: frozenset[str], match: str) -> Child:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _child(mutant, theirs, only)
+        _child(mutant, theirs, only, match)
     theirs.close()
     with contextlib.suppress(OSError):  # the child does the same: whoever comes first
         os.setpgid(pid, pid)
@@ -177,7 +186,7 @@ def _start(mutant: Mutant, only: frozenset[str]) -> Child:
     return Child(Outcome(mutant), pid, ours, only, now, since=now)
 
 
-def _child(mutant: Mutant, pipe: Connection, only: frozenset[str]) -> NoReturn:
+def _child(mutant: Mutant, pipe: Connection, only: frozenset[str], match: str) -> NoReturn:
     code = 1
     try:
         with contextlib.suppress(OSError):
@@ -185,7 +194,7 @@ def _child(mutant: Mutant, pipe: Connection, only: frozenset[str]) -> NoReturn:
         quiet = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
-        _test(mutant, pipe, only)
+        _test(mutant, pipe, only, match)
         pipe.send(("done", "", ""))
         code = 0
     except BaseException as error:
@@ -195,7 +204,7 @@ def _child(mutant: Mutant, pipe: Connection, only: frozenset[str]) -> NoReturn:
         os._exit(code)
 
 
-def _test(mutant: Mutant, pipe: Connection, only: frozenset[str]) -> None:
+def _test(mutant: Mutant, pipe: Connection, only: frozenset[str], match: str) -> None:
     import torch
 
     from moe_core.conformance.arguments import arguments
@@ -209,17 +218,17 @@ def _test(mutant: Mutant, pipe: Connection, only: frozenset[str]) -> None:
     profiles = ("core", mutant.role)
     ranks = ",".join(map(str, mutant.ranks))
     given = arguments(profiles, backend=mutants.NAME, ranks=ranks)
-    stop = () if only else ("-x",)
-    pytest.main([*given, "--assert=plain", *stop], plugins=[Watch(pipe, mutant.killer, only)])
+    some = () if only else ("-x", *(("-k", match) if match else ()))
+    pytest.main([*given, "--assert=plain", *some], plugins=[Watch(pipe, mutant.killer, only)])
 
 
 # -- the command
 
 
-def kill(found: list[Mutant], jobs: int, say: Any) -> dict[str, Any]:
+def kill(found: list[Mutant], jobs: int, say: Any, match: str = "") -> dict[str, Any]:
     """The report: what ``--json`` prints."""
     started = time.monotonic()
-    outcomes = run([(m, frozenset()) for m in found], jobs, say)
+    outcomes = run([(m, frozenset()) for m in found], jobs, say, match)
     killed = {o.mutant.name: o for o in outcomes if o.by}
     report: dict[str, Any] = {
         "killed": len(killed),
@@ -256,9 +265,14 @@ def _carriers(killed: list[Outcome], jobs: int) -> dict[str, dict[str, str]]:
 
 
 def main(argv: list[str]) -> int:
-    """``argv``: JSON with ``pattern``, ``roles``, ``spec``, ``jobs``, ``json``. The exit code."""
+    """``argv``: JSON with ``pattern``, ``roles``, ``spec``, ``match``, ``jobs`` and ``json``.
+    0: all were killed, 1: not all, 2: none has such a name."""
     asked = json.loads(argv[0])
-    found = mutants.select(asked["pattern"], tuple(asked["roles"]))
+    try:
+        found = mutants.select(asked["pattern"], tuple(asked["roles"]))
+    except ConfigError as error:
+        sys.stderr.write(f"moe-core: {error}\n")
+        return 2
     left_out: list[str] = []
     if asked["spec"]:
         moved = {m.name: mutants.carried_by(m, asked["spec"]) for m in found}
@@ -271,7 +285,8 @@ def main(argv: list[str]) -> int:
         write(f"{o.mutant.name:<42} {o.seconds:5.1f} s  {told}"[:200] + "\n")
         sys.stdout.flush()
 
-    report: dict[str, Any] = kill(found, asked["jobs"], say) | {"left_out": left_out}
+    report: dict[str, Any] = kill(found, asked["jobs"], say, asked["match"])
+    report["left_out"] = left_out
     what = {m.name: m.what for m in found}
     lines = [f"SURVIVED: {n}: {what[n]}" for n in report["survived"]]
     lines += [f"PROBLEM: {n}: {problem}" for n, problem in report["problems"].items()]

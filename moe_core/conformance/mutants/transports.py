@@ -162,7 +162,7 @@ def only_two_ranks(self: Any, out: Any, plan: Any) -> Any:
     return out[:1].expand_as(out) if self.rank > 1 and len(out) else out
 
 
-@on_return(killer=NUMBERS, ranks=(4,))
+@on_return(killer=f"{NUMBERS}[ep2-dp2]", ranks=(4,))
 def replicas_of_the_layer(self: Any, out: Any, plan: Any) -> Any:
     """With dp the second replica's last token is zero."""
     groups = self.context.groups or NO_GROUPS
@@ -258,13 +258,13 @@ def rank_sum_unpaid(self: Any, rows: Any, routing: Any) -> Any:
     return rows, with_ids(routing, torch.where(near & (ids >= half), -1, ids))
 
 
-@on_return(killer=NUMBERS)
+@on_return(killer=f"{NUMBERS}[tp2]")
 def tp_sum_twice(self: Any, out: Any, plan: Any) -> Any:
     """The sum over tensor parallel ranks is made twice."""
     return out * self.context.request.tp_size
 
 
-@transport(killer=NUMBERS)
+@transport(killer=f"{NUMBERS}[tp2]")
 class TpSumUnpaid(MutantTransport):
     """Of the slices of an expert only the first one's part arrives."""
 
