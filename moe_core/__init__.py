@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from moe_core.balance import plan_placement as plan_placement
     from moe_core.config import Activation as Activation
     from moe_core.config import MoEConfig as MoEConfig
     from moe_core.config import ParallelConfig as ParallelConfig
@@ -49,8 +50,10 @@ if TYPE_CHECKING:
     from moe_core.row_layouts import RowExchange as RowExchange
     from moe_core.row_layouts import RowLayout as RowLayout
     from moe_core.tracing import trace as trace
+    from moe_core.traffic import simulate as simulate
 
 _HOME = {
+    "balance": ("plan_placement",),
     "config": ("Activation", "MoEConfig", "ParallelConfig", "RouterConfig"),
     "contracts": ("ExchangePlan", "Handle", "Routing"),
     "errors": (
@@ -69,6 +72,7 @@ _HOME = {
     "routing": ("route",),
     "row_layouts": ("RowExchange", "RowLayout"),
     "tracing": ("trace",),
+    "traffic": ("simulate",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
