@@ -24,6 +24,7 @@ VARIABLES = {
     "MOE_BUILD_TIMEOUT": "seconds that ranks wait for each other when a layer is built (300)",
     "MOE_DEBUG_COLLECTIVES": "1: ranks compare number, kind and sizes before each exchange",
     "MOE_RANKS_PER_NODE": "how many neighbouring ranks share a node (what torchrun says)",
+    "MOE_TRITON_CONFIGS": "a file of moe-core bench --tune: launch settings of the triton backend",
     "MOE_VALIDATE": "1: look for expert ids out of range on every device, not only on CPUs",
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +15,12 @@ from moe_core import MoEConfig, MoELayer, cli, environment
 from moe_core.cli import main
 from moe_core.sizes import layer_sizes
 from moe_core.timing import FEWEST, alternate, spread
+from moe_torch.runner import TorchRunner
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from moe_core.contracts import Routing
 
 CPU = torch.device("cpu")
@@ -121,3 +127,59 @@ def test_refusals(flags: list[str], code: int, said: str, capsys: pytest.Capture
     out, err = capsys.readouterr()
     assert not out
     assert said in err
+
+
+class Settings:
+    """A tuner of three settings: as shipped, one that can't run, one that gives wrong numbers."""
+
+    def __init__(self, call: Any) -> None:
+        self.space = {"blocks": [{"size": 1}, {"size": 2}, {"size": 3}]}
+        self.state = 0
+        self.written: dict[str, dict[str, int]] = {}
+
+    @contextmanager
+    def using(self, chosen: dict[str, int]) -> Iterator[None]:
+        self.state = chosen["blocks"]
+        if self.state == 1:
+            raise RuntimeError("out of shared memory")
+        yield
+        self.state = 0
+
+    def write(self, path: str, chosen: dict[str, int]) -> None:
+        self.written[path] = dict(chosen)
+
+
+def test_tuning_takes_only_what_runs_and_is_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    tuner, run = Settings(None), TorchRunner.run
+
+    def off(runner: TorchRunner, record: Any, weights: Any) -> Any:
+        made = run(runner, record, weights)
+        return replace(made, rows=made.rows * 1.01) if tuner.state == 2 else made
+
+    monkeypatch.setattr(TorchRunner, "run", off)
+    monkeypatch.setattr(TorchRunner, "tuner", lambda self, call: tuner, raising=False)
+    report = bench(capsys, "--backend", "torch", "--tokens", "3", "--tune", "a file")
+    (choice,) = report["choices"]
+    assert (choice["name"], choice["setting"], choice["changed"]) == ("blocks", {"size": 1}, False)
+    assert (choice["tried"], choice["left_out"], choice["tokens"]) == (1, 2, 3)
+    assert tuner.written == {"a file": {"blocks": 0}}
+    assert main(["bench", *TINY, "--backend", "torch", "--tokens", "3", "--tune", "f"]) == cli.OK
+    assert "MOE_TRITON_CONFIGS=f" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--backend", "torch"], "has no launch settings to choose from"),
+        ([], "needs one --backend"),
+        (["--backend", "torch", "--backend", "reference"], "needs one --backend"),
+    ],
+)
+def test_tuning_is_refused(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["bench", *TINY, *flags, "--tune", str(tmp_path / "file")]) == cli.USAGE
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "file").exists()

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_core.errors import InputError
-from moe_triton import configs, gemm, gemm_backward, runtime, tiles
+from moe_triton import gemm, gemm_backward, runtime, tiles, tuned
 from moe_triton.activations import LAYOUTS
 from moe_triton.gemm import WEIGHT_INPUT, WEIGHT_NONE, WEIGHT_OUTPUT
 from moe_triton.reduce import sum_rows
@@ -95,7 +95,7 @@ class Job:
         return simple and not self.has_bias and self.layout != "interleaved"
 
     def config(self, kernel: str, n: int, k: int) -> Config:
-        return configs.choose(
+        return tuned.choose(
             kernel,
             runtime.chip(self.device),
             itemsize=self.dtype.itemsize,

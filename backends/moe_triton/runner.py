@@ -10,10 +10,13 @@ import torch
 from moe_core.errors import InputError
 from moe_core.interfaces import ExpertRunner
 from moe_core.layouts import ExpertContiguous, ExpertMasked, Indexed, SlotMajor
-from moe_triton import configs, runtime
+from moe_triton import configs, runtime, tuned
 from moe_triton.ops import experts, run_experts, run_experts_backward
+from moe_triton.tuning import Tuner
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from moe_core.contracts import BuildContext, ExpertWeights
@@ -32,6 +35,7 @@ class TritonRunner(ExpertRunner):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__(context)
+        tuned.check_file()
         request = context.request
         self.batch_invariant = context.options.get("batch_invariant") == "true"
         self.recompute = context.options.get("recompute") == "true"
@@ -145,6 +149,10 @@ class TritonRunner(ExpertRunner):
             if learns:
                 needs = [t is not None for t in given[:6]]
                 run_experts_backward(out, *given, pre, *how, self.batch_invariant, needs)
+
+    def tuner(self, call: Callable[[], object]) -> Tuner:
+        """What can be tried for the kernels that ``call`` launches (``moe-core bench --tune``)."""
+        return Tuner(call)
 
     def prepare(self, weights: ExpertWeights) -> ExpertWeights:
         """Dense copies where weights aren't dense; the kernels read every ``w13_layout``."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_core import registry
-from moe_core.cli import COMMANDS, NO, OK
+from moe_core.cli import COMMANDS, NO, OK, bench_tune
 from moe_core.cli.layer_check import error_bound, relative_error
 from moe_core.cli.layer_flags import add_layer, layer_config
 from moe_core.cli.report import Canvas, Progress
@@ -92,6 +92,11 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="S",
         help=f"seconds after which no further sample is begun (default {LIMIT_S:g})",
     )
+    parser.add_argument(
+        "--tune",
+        metavar="FILE",
+        help="measure the launch settings of the one --backend instead, and add the best to FILE",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -100,13 +105,15 @@ def run(args: argparse.Namespace) -> int:
     config, device = layer_config(args), _device(args.device)
     tokens: list[int] = args.tokens or [*TOKENS]
     _check(args, tokens)
+    if args.tune:
+        return bench_tune.run(args, config, device, tokens, timed_call)
     with redirect_stdout(sys.stderr):  # backends are third-party code, and may print
         torch.manual_seed(args.seed)
         layers, left_out = _layers(args.backend, config, device, inference=not args.backward)
         rows = _measure(layers, config, device, tokens, args)
     report = {
         "config": config.to_dict(),
-        "device": _device_name(device),
+        "device": device_name(device),
         "pass": "forward and backward" if args.backward else "forward",
         "bound": 2 * error_bound(config),
         "parts": {spec: layer.describe()["parts"] for spec, layer in layers.items()},
@@ -124,6 +131,8 @@ def _check(args: argparse.Namespace, tokens: list[int]) -> None:
     least = (("--samples", args.samples, 1), ("--warmup", args.warmup, 0))
     numbers = [*least, *(("--tokens", t, 0) for t in tokens)]
     faults = [Fault(n, v, f"must be at least {low}") for n, v, low in numbers if v < low]
+    if args.tune and len(args.backend or ()) != 1:
+        faults.append(Fault("--tune", args.tune, "needs one --backend, whose settings are tried"))
     if faults:
         raise ConfigError(faults)
 
@@ -136,7 +145,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
@@ -182,7 +191,7 @@ def _measure(
     for done, count in enumerate(tokens):
         x = torch.randn(count, config.hidden_size, dtype=getattr(torch, config.dtype)).to(device)
         differences = _differences(layers, x)
-        calls = {spec: _call(layer, x, args.backward) for spec, layer in layers.items()}
+        calls = {spec: timed_call(layer, x, args.backward) for spec, layer in layers.items()}
         times = alternate(
             calls, device, samples=args.samples, warmup=args.warmup, limit_s=args.limit
         )
@@ -213,7 +222,7 @@ def _differences(layers: dict[str, MoELayer], x: Tensor) -> dict[str, float]:
     return {spec: relative_error(out, wanted) for spec, out in outputs.items()}
 
 
-def _call(layer: MoELayer, x: Tensor, backward: bool) -> Callable[[], object]:
+def timed_call(layer: MoELayer, x: Tensor, backward: bool) -> Callable[[], object]:
     if not backward:
 
         def forward() -> object:
