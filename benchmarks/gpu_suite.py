@@ -25,7 +25,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -111,25 +110,29 @@ class Suite:
         if any(row["metric"] == "tests" for row in self.table.rows) and self.tests_passed():
             print("tests: passed before", flush=True)
             return
-        xml, log = self.args.out.absolute() / "tests.xml", self.args.out / "tests.log"
+        log = self.args.out / "tests.log"
         command = [
             *(sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", "."),
-            *("-m", "gpu", "-q", "-x", "--maxfail=8", f"--junitxml={xml}", "tests/gpu"),
+            *("-m", "gpu", "-v", "--maxfail=8", "tests/gpu"),
         ]
         limit = max(min(TESTS_S, self.left), 1)
         print(f"tests: up to {limit:.0f} s", flush=True)
-        note = ""
+        late = ""
         with log.open("w", encoding="utf-8") as out:
             try:
                 subprocess.run(
-                    command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=limit,
+                    command,
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    timeout=limit,
                     check=False,
-                )  # fmt: skip
+                )
             except subprocess.TimeoutExpired:
-                note = f"not done after {limit:.0f} s"
-        if not note:
-            note = outcome(xml)
-        wrong = not re.fullmatch(r"\d+ passed(, \d+ skipped)?", note)
+                late = f"not done after {limit:.0f} s; "
+        note = late + outcome(log.read_text(encoding="utf-8"))
+        wrong = not re.fullmatch(r"[1-9]\d* passed(, \d+ skipped)?", note)
         row = {
             "contender": "suite",
             "metric": "tests",
@@ -258,17 +261,13 @@ class Worker:
         return "".join(self.others[-30:])
 
 
-def outcome(xml: Path) -> str:
-    """Of pytest's file: ``12 passed, 1 skipped``, or what is wrong and where."""
-    if not xml.exists():
-        return "pytest gave no result"
-    cases = list(ElementTree.parse(xml).getroot().iter("testcase"))
-    wrong = [c.get("name", "") for c in cases if {e.tag for e in c} & {"failure", "error"}]
-    skipped = sum(any(e.tag == "skipped" for e in c) for c in cases)
-    passed = len(cases) - len(wrong) - skipped
-    if wrong:
-        return f"{len(wrong)} failed: {', '.join(wrong)}; {passed} passed"
-    return f"{passed} passed" + (f", {skipped} skipped" if skipped else "")
+def outcome(log: str) -> str:
+    """Of what ``pytest -v`` wrote, ended or not: ``12 passed, 1 skipped``, or what is wrong."""
+    found = re.findall(r"^\S+::(.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", log, re.MULTILINE)
+    wrong = [name for name, state in found if state in ("FAILED", "ERROR")]
+    passed, skipped = (sum(state == s for _, s in found) for state in ("PASSED", "SKIPPED"))
+    text = f"{passed} passed" + (f", {skipped} skipped" if skipped else "")
+    return f"{len(wrong)} failed: {', '.join(wrong)}; {text}" if wrong else text
 
 
 def prediction() -> str:

@@ -251,20 +251,32 @@ def test_a_process_that_is_silent_is_ended(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("cases", "said"),
+    ("log", "said"),
     [
-        ("<testcase name='a'/><testcase name='b'><skipped/></testcase>", "1 passed, 1 skipped"),
-        ("<testcase name='a'/>", "1 passed"),
         (
-            "<testcase name='a'><failure/></testcase><testcase name='b'><error/></testcase>",
-            "2 failed: a, b; 0 passed",
+            "tests/a.py::b PASSED  [ 50%]\ntests/a.py::c[1-x] SKIPPED (no) [100%]",
+            "1 passed, 1 skipped",
         ),
+        ("x.py::a PASSED [1%]\nx.py::b", "1 passed"),  # ended in the middle of b
+        (
+            "x.py::a[b c] FAILED [1%]\nx.py::d ERROR [9%]\nFAILED x.py::a[b c] - why",
+            "2 failed: a[b c], d; 0 passed",
+        ),
+        ("no tests ran", "0 passed"),
     ],
 )
-def test_outcome(cases: str, said: str, tmp_path: Path):
-    file = tmp_path / "tests.xml"
-    file.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    assert gpu_suite.outcome(file) == said
+def test_outcome(log: str, said: str):
+    assert gpu_suite.outcome(log) == said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_tests_that_all_skip_are_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As here, where there is no GPU: the suite's own command, run for real."""
+    code = suite(tmp_path, no_tests=False, no_cells=True, only="none").run()
+    out = capsys.readouterr().out
+    assert code == 1
+    assert "0 passed" in out
+    assert "needs a CUDA device" in (tmp_path / "tests.log").read_text()
 
 
 @pytest.mark.parametrize("shape", ["mixtral-8x7b", "gpt-oss-120b"])

@@ -118,7 +118,7 @@ def verdict(table: Table, cell: Cell, seconds: float) -> str:
 
 def report(table: Table) -> str:
     """The short table: every cell that is there, then what it comes to."""
-    tried = bool(table.rows) and table.rows[-1]["gpu"].startswith(NO_GPU)
+    tried = bool(table.rows) and table.rows[-1].get("gpu", "").startswith(NO_GPU)
     lines = ["Tried on a CPU at tiny sizes: times and shares mean nothing.", ""] if tried else []
     lines += [
         f"{'CELL':<32} {'OURS US':>10} {'BEST PEER':>12} {'PEER US':>10} {'RATIO':>6} "
