@@ -33,14 +33,18 @@ from torch import Tensor
 from moe_core import environment, tracing
 from moe_core.agreement import agree
 from moe_core.config import FINAL_SUMS, Faults, ParallelConfig
-from moe_core.errors import ConfigError, HandleError, InputError
+from moe_core.errors import ConfigError, Fault, HandleError, InputError
 from moe_core.groups import group_faults, members
 from moe_core.row_layouts_moves import Moved, Mover, Owned, closure, lacks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
 
-_SIZE_FIELDS = ("fault", "rows", "has_ids", "hidden_size", "dtype", "needs_grad")
+_SIZE_FIELDS = ("fault", "rows", "has_ids", "hidden_size", "dtype", "grad")
+_NO_GRAD, _NO_NEED, _NEEDS_GRAD = range(3)
+"""What a rank says of ``grad``: it records nothing, could take part, needs a gradient."""
 _CASES = {
     (False, False): "same",
     (True, False): "gather",
@@ -106,6 +110,32 @@ class _Step:
     real: Tensor | None
     num_rows: int
     dtype: torch.dtype
+    device: torch.device
+
+    def fault_of(self, rows: Any) -> str | None:
+        """What is wrong with rows that come back."""
+        if not isinstance(rows, Tensor):
+            return f"a tensor must come back from the MoE, not a {type(rows).__name__}"
+        shape = tuple(rows.shape)
+        if shape != (self.num_rows, self.shape[-1]):
+            return (
+                f"{self.num_rows} rows of {self.shape[-1]} went to the MoE, and {shape} came back"
+            )
+        if rows.dtype not in _DTYPES or rows.device != self.device:
+            came = f"{rows.dtype} on {rows.device}"
+            return f"{self.dtype} on {self.device} went to the MoE, and {came} came back"
+        return None
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Of the caller's ``[T, H]`` the real ones."""
+        return rows if self.real is None else rows[self.real]
+
+    def put(self, rows: Tensor) -> Tensor:
+        """The real ones, and zeros for padding."""
+        if self.real is None:
+            return rows
+        places = rows.new_zeros(math.prod(self.shape[:-1]), rows.shape[1])
+        return places.index_copy_(0, self.real, rows)
 
 
 class RowHandle:
@@ -164,7 +194,16 @@ class RowExchange:
         mesh: DeviceMesh | None = None,
         gradient_sum: str = "layer",
     ) -> None:
-        self.layout, self.parallel = layout, parallel or ParallelConfig()
+        parallel = parallel or ParallelConfig()
+        kinds = (("layout", layout, RowLayout), ("parallel", parallel, ParallelConfig))
+        wrong = [
+            Fault(name, type(given).__name__, f"must be a {kind.__name__}")
+            for name, given, kind in kinds
+            if not isinstance(given, kind)
+        ]
+        if wrong:
+            raise ConfigError(wrong)
+        self.layout, self.parallel = layout, parallel
         self.device = torch.device(device) if device is not None else torch.get_default_device()
         self.gradient_sum = gradient_sum
         ranks = self._agree(mesh)
@@ -226,16 +265,18 @@ class RowExchange:
         the leading shape of ``hidden_states``. Padding is not sent, whatever it holds. The number
         of rows and any fault are exchanged once, which is the one host sync: a fault on one rank
         raises ``InputError`` on all that meet it here or in the MoE. Where one rank needs a
-        gradient, all take part in its way back. Where nothing moves nothing is looked at: tensors
-        come back as they are, flattened to rows.
+        gradient, all take part in its way back (and none may be under ``no_grad``). Where nothing
+        moves nothing is looked at: tensors come back as they are, flattened to rows.
         """
         with tracing.stage("to_moe", self.device):
             if not self._moves:
                 return self._unmoved(hidden_states, input_ids, token_mask)
             fault = _input_fault(hidden_states, input_ids, token_mask, self.device)
             shape, mine, real = torch.Size(()), [1] + [0] * (len(_SIZE_FIELDS) - 1), None
-            grad = not fault and torch.is_grad_enabled() and hidden_states.requires_grad
+            grad = _NO_NEED if torch.is_grad_enabled() else _NO_GRAD
             if not fault:
+                if grad and hidden_states.requires_grad:
+                    grad = _NEEDS_GRAD
                 shape = hidden_states.shape
                 num_rows: Tensor | int = math.prod(shape[:-1])
                 if token_mask is not None:
@@ -252,71 +293,93 @@ class RowExchange:
                 real = torch.nonzero_static(real, size=counts[self.mover.place]).squeeze(1)
                 rows = rows[real]
                 ids = None if ids is None else ids[real]
-            if torch.is_grad_enabled() and not grad and any(row["needs_grad"] for row in table):
+            if grad == _NO_NEED and any(row["grad"] == _NEEDS_GRAD for row in table):
+                rows = rows.clone() if rows.is_inference() else rows
                 rows = rows.detach().requires_grad_()
             owned = self.mover.shares(counts, self._attention)
-            moved = self._move("to_moe", rows, owned, home=False)
+            moved = self._to_moe(rows, owned)
             if _have_ids(table):
                 ids = rows.new_zeros(0, dtype=torch.int64) if ids is None else ids
-                ids = self.mover.copy("input_ids", ids, owned, self._attention, self._moe)
+                ids = self._out("input_ids", owned, ids)
             else:
                 ids = None
-            step = _Step(shape, owned, real, moved.shape[0], rows.dtype)
+            step = _Step(shape, owned, real, moved.shape[0], moved.dtype, moved.device)
             return MoERows(moved, ids, None, RowHandle(step, self))
 
     def from_moe(self, rows: Tensor, handle: RowHandle) -> Tensor:
         """What the MoE returned for ``to_moe``'s rows, ``[N, H]`` → ``[..., H]`` as they came.
 
-        Padding gets zeros. Uses the handle up (``HandleError`` for a used or foreign one). Raises
-        ``InputError`` for another number of rows; with ``MOE_DEBUG_COLLECTIVES=1`` on all ranks,
-        at the price of an exchange.
+        In the dtype of the rows that went (parts are summed first); padding gets zeros. Uses the
+        handle up (``HandleError`` for a used or foreign one). Raises ``InputError`` for another
+        shape or device or no float dtype; with ``MOE_DEBUG_COLLECTIVES=1`` on all ranks, and for
+        dtypes that differ between them, at the price of an exchange.
         """
         with tracing.stage("from_moe", self.device):
+            if not isinstance(handle, RowHandle):
+                raise HandleError(
+                    f"the handle is in what to_moe returned (.handle), not a "
+                    f"{type(handle).__name__}"
+                )
             step = handle.consume(self)
-            fault = None
-            if rows.ndim != 2 or rows.shape[0] != step.num_rows:
-                fault = f"{step.num_rows} rows went to the MoE, and {tuple(rows.shape)} came back"
+            fault = step.fault_of(rows)
             if self._moves and self._debug:
-                self.mover.raise_together(fault)
+                self.mover.raise_together(fault, None if fault else str(rows.dtype))
             if fault:
                 raise InputError(fault)
+            sums = self._moves and self.parallel.final_sum == "caller"
+            rows = rows if sums else rows.to(step.dtype)
             if self._moves:
-                rows = self._move("from_moe", rows, step.owned, home=True)
-                if self.parallel.final_sum == "caller":
-                    rows = rows.to(step.dtype)
-            if step.real is not None:
-                places = rows.new_zeros(math.prod(step.shape[:-1]), rows.shape[1])
-                rows = places.index_copy(0, step.real, rows)
-            return rows.view(*step.shape[:-1], rows.shape[1])
+                rows = self._from_moe(rows, step)
+            return rows.to(step.dtype).view(step.shape)
 
     def _unmoved(
         self, hidden_states: Tensor, input_ids: Tensor | None, token_mask: Tensor | None
     ) -> MoERows:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids, mask = (None if t is None else t.reshape(-1) for t in (input_ids, token_mask))
-        step = _Step(hidden_states.shape, (), None, rows.shape[0], rows.dtype)
+        step = _Step(hidden_states.shape, (), None, rows.shape[0], rows.dtype, rows.device)
         return MoERows(rows, ids, mask, RowHandle(step, self))
 
-    def _move(self, kind: str, rows: Tensor, owned: Owned, *, home: bool) -> Tensor:
-        """One way, differentiable. The way back of a copy is a copy the other way: the gradients of
-        equal rows are equal, and each is the whole one. That of a sum is a copy too."""
-        copy, total = self.mover.copy, self.mover.sum
-        out = partial(copy, owned=owned, source=self._attention, target=self._moe)
-        ways = {"layer": copy, "caller": total}
-        home_by = {
-            who: partial(way, owned=owned, source=self._moe, target=self._attention)
-            for who, way in ways.items()
-        }
-        if home:
-            forward, backward = home_by[self.parallel.final_sum], out
-            scale = self.copies / self.moe_copies
-        else:
-            forward, backward = out, home_by[self.gradient_sum]
-            scale = self.moe_copies / self.copies
-        moved = Moved.apply(
-            partial(forward, kind), partial(backward, f"{kind}.backward"), scale, rows
+    def _to_moe(self, rows: Tensor, owned: Owned) -> Tensor:
+        """Differentiable, as is ``_from_moe``. The way back of a copy is a copy the other way: the
+        gradients of equal rows are equal, and each is the whole one. That of a sum is a copy too.
+        """
+        return self._moved(
+            partial(self._out, "to_moe", owned),
+            partial(self._home, "to_moe.backward", owned, self.gradient_sum),
+            self.moe_copies / self.copies,
+            rows,
         )
-        return cast("Tensor", moved)
+
+    def _from_moe(self, rows: Tensor, step: _Step) -> Tensor:
+        """Padding is put in here and not by operators of its own: those would save a tensor, on
+        ranks with padding only, and a checkpoint recomputes up to the last tensor that was saved.
+        Ranks without padding would stop short of this exchange."""
+
+        def forward(rows: Tensor) -> Tensor:
+            home = self._home("from_moe", step.owned, self.parallel.final_sum, rows)
+            return step.put(home)
+
+        def backward(grad: Tensor) -> Tensor:
+            return self._out("from_moe.backward", step.owned, step.take(grad))
+
+        return self._moved(forward, backward, self.copies / self.moe_copies, rows)
+
+    def _moved(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+        scale: float,
+        rows: Tensor,
+    ) -> Tensor:
+        return cast("Tensor", Moved.apply(forward, backward, scale, rows))
+
+    def _out(self, kind: str, owned: Owned, rows: Tensor) -> Tensor:
+        return self.mover.copy(kind, rows, owned, self._attention, self._moe)
+
+    def _home(self, kind: str, owned: Owned, who_sums: str, rows: Tensor) -> Tensor:
+        move = self.mover.sum if who_sums == "caller" else self.mover.copy
+        return move(kind, rows, owned, self._moe, self._attention)
 
     def _exchange_sizes(self, mine: list[Any], fault: str | None) -> list[dict[str, int]]:
         """What every rank says of its rows. Raises ``InputError`` on all for a fault of any."""
@@ -347,6 +410,14 @@ class RowExchange:
             if len(set(values)) > 1:
                 shown = [str(_DTYPES[v]) if name == "dtype" else v for v in values]
                 faults.append(f"the {name} of hidden_states differs: {shown} on ranks {[*ranks]}")
+        grads = [row["grad"] for row in table]
+        if _NEEDS_GRAD in grads and _NO_GRAD in grads:
+            needs, off = ([r for r, g in zip(ranks, grads, strict=True) if g == which]
+                          for which in (_NEEDS_GRAD, _NO_GRAD))  # fmt: skip
+            faults.append(
+                f"ranks {needs} need a gradient, and ranks {off} are under no_grad: all take part "
+                "in its way back"
+            )
         if _have_ids(table):
             without = [
                 rank
@@ -369,12 +440,20 @@ def _input_fault(
 ) -> str | None:
     if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 1:
         return f"hidden_states must be a tensor [..., H], not a {type(hidden_states).__name__}"
+    if hidden_states.layout != torch.strided:
+        return f"hidden_states must be dense, not {hidden_states.layout}"
     faults: list[str] = []
+    if not hidden_states.shape[-1]:
+        faults.append("hidden_states must have a last dimension of at least 1, not 0")
     if hidden_states.dtype not in _DTYPES:
         faults.append(f"hidden_states must be of a float dtype, not {hidden_states.dtype}")
     lead = tuple(hidden_states.shape[:-1])
     for name, tensor in (("input_ids", input_ids), ("token_mask", token_mask)):
         if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+            faults.append(f"{name} must be a dense tensor, not a {kind}")
             continue
         if tuple(tensor.shape) != lead:
             faults.append(

@@ -123,18 +123,25 @@ class Mover:
 
     def exchange_sizes(self, mine: Sequence[Any], device: torch.device) -> list[list[int]]:
         """Integers of each rank (numbers or tensors) → those of all. The one host sync."""
-        row = torch.stack([torch.as_tensor(v, device=device).to(torch.int64) for v in mine])
+        row = torch.empty(len(mine), dtype=torch.int64, device=device)
+        for place, value in zip(row, mine, strict=True):
+            # a number is filled in on the device; copied there it would make the host wait
+            place.copy_(value) if isinstance(value, torch.Tensor) else place.fill_(value)
         table = row.new_empty(len(self.ranks), len(mine))
         self.collectives["sizes"] += 1
         self.sent_bytes["sizes"] += row.numel() * row.element_size() * (len(self.ranks) - 1)
         dist.all_gather(list(table.unbind()), row, group=self.group)
         return table.tolist()
 
-    def raise_together(self, fault: str | None) -> None:
-        """Raises ``InputError`` on all ranks if any has a fault, with all ranks' faults."""
+    def raise_together(self, fault: str | None, dtype: str | None = None) -> None:
+        """Raises ``InputError`` on all ranks if any has a fault, with all ranks' faults, or if
+        there are several dtypes."""
         said: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(said, fault, group=self.group)
-        faults = [f"rank {r}: {text}" for r, text in zip(self.ranks, said, strict=True) if text]
+        dist.all_gather_object(said, (fault, dtype), group=self.group)
+        faults = [f"rank {r}: {t}" for r, (t, _) in zip(self.ranks, said, strict=True) if t]
+        dtypes = [dtype for _, dtype in said]
+        if not faults and len(set(dtypes)) > 1:
+            faults.append(f"what came back differs in dtype: {dtypes} on ranks {[*self.ranks]}")
         if faults:
             raise InputError("; ".join(faults))
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from moe_core import (
     Backend,
@@ -348,13 +350,14 @@ def test_idle_ranks_keep_step(final_sum: str, each: int) -> None:
 
 
 def faulty(layout: RowLayout, parallel: ParallelConfig, bad: dict[int, Any]) -> str:
-    """``bad``: rank → what it hands in. After the error the exchange works."""
+    """``bad``: rank → what it hands in, or what makes it. After the error the exchange works."""
     exchange = RowExchange(layout, parallel)
     group = holder(layout)
     good = {"hidden_states": rows_of(group, group + 1), "input_ids": torch.arange(group + 1)}
     said = ""
     try:
-        exchange.to_moe(**(good | bad.get(dist.get_rank(), {})))
+        given = good | bad.get(dist.get_rank(), {})
+        exchange.to_moe(**{k: v() if callable(v) else v for k, v in given.items()})
     except InputError as error:
         said = str(error)
     there = exchange.to_moe(**good)
@@ -363,6 +366,7 @@ def faulty(layout: RowLayout, parallel: ParallelConfig, bad: dict[int, Any]) -> 
     return said
 
 
+SPARSE = partial(torch.sparse_coo_tensor, size=(2, 2), check_invariants=True)
 GATHER = (RowLayout(dp_size=4), ParallelConfig(ep_size=2, tp_size=2))
 SPLIT = (RowLayout(dp_size=2, tp_size=2), ParallelConfig(ep_size=4))
 
@@ -379,6 +383,23 @@ def test_one_ranks_fault_is_raised_on_all(layout: RowLayout, parallel: ParallelC
     count = 2 if layout.copies == 1 else 1
     assert f"rank 1: token_mask must have shape ({count},)" in said[0]
     assert "rank 2: hidden_states must be of a float dtype, not torch.int32" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"input_ids": [3, 4]}, "input_ids must be a dense tensor, not a list"),
+        ({"token_mask": (True,)}, "token_mask must be a dense tensor, not a tuple"),
+        ({"hidden_states": SPARSE}, "hidden_states must be dense, not torch.sparse_coo"),
+        ({"hidden_states": torch.ones(2, 0)}, "must have a last dimension of at least 1, not 0"),
+        ({"hidden_states": None}, "hidden_states must be a tensor [..., H], not a NoneType"),
+    ],
+)
+def test_what_is_no_rows_at_all_is_told_of_on_all_ranks(bad: dict[str, Any], words: str) -> None:
+    said = ranks(4).run(faulty, *GATHER, {1: bad}, limit=LIMIT)
+    assert said[0] == said[1]
+    assert said[0].startswith("rank 1: ")
+    assert words in said[0]
 
 
 @pytest.mark.parametrize(
@@ -428,13 +449,20 @@ def test_a_rank_without_rows_asks_for_nothing() -> None:
     assert [g[2][1] for g in got] == [once] * 4
 
 
-def wrong_number_of_rows() -> str:
+def comes_back_wrong(change: str) -> str:
+    """On rank 3."""
+    changes: dict[str, Any] = {
+        "rows": lambda rows: rows[:1],
+        "width": lambda rows: rows[:, :1],
+        "dtype": lambda rows: rows.float(),
+        "integers": lambda rows: rows.int(),
+        "nothing": lambda rows: None,
+    }
     os.environ["MOE_DEBUG_COLLECTIVES"] = "1"
     try:
-        exchange = RowExchange(*GATHER)
-        there = exchange.to_moe(rows_of(0, 2))
-        rows = there.hidden_states[:1] if dist.get_rank() == 3 else there.hidden_states
-        exchange.from_moe(rows, there.handle)
+        exchange = RowExchange(GATHER[0], replace(GATHER[1], final_sum="caller"))
+        rows, handle = (there := exchange.to_moe(rows_of(0, 2))).hidden_states, there.handle
+        exchange.from_moe(changes[change](rows) if dist.get_rank() == 3 else rows, handle)
     except InputError as error:
         return str(error)
     finally:
@@ -442,9 +470,95 @@ def wrong_number_of_rows() -> str:
     return ""
 
 
-def test_rows_lost_in_the_moe_are_told_of_on_all_ranks() -> None:
-    said = ranks(4).run(wrong_number_of_rows, limit=LIMIT)
-    assert said == ["rank 3: 4 rows went to the MoE, and (1, 2) came back"] * 4
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("rows", "rank 3: 4 rows of 2 went to the MoE, and (1, 2) came back"),
+        ("width", "rank 3: 4 rows of 2 went to the MoE, and (4, 1) came back"),
+        ("dtype", "what came back differs in dtype: ['torch.float64', 'torch.float64', "),
+        ("integers", "rank 3: torch.float64 on cpu went to the MoE, and torch.int32 on cpu came"),
+        ("nothing", "rank 3: a tensor must come back from the MoE, not a NoneType"),
+    ],
+)
+def test_what_the_moe_spoils_is_told_of_on_all_ranks(change: str, words: str) -> None:
+    said = ranks(4).run(comes_back_wrong, change, limit=LIMIT)
+    assert said == [said[3]] * 4
+    assert words in said[3]
+
+
+def home_in_float32(parallel: ParallelConfig) -> torch.dtype:
+    """Rank 0 computes in another dtype, as under an autocast of its own."""
+    exchange = RowExchange(GATHER[0], parallel)
+    there = exchange.to_moe(torch.ones(2, 4))
+    rows = there.hidden_states.bfloat16() if dist.get_rank() == 0 else there.hidden_states
+    home = exchange.from_moe(rows, there.handle)
+    assert torch.equal(home, torch.ones(2, 4))
+    return home.dtype
+
+
+@pytest.mark.parametrize("parallel", [GATHER[1], SPLIT[1]], ids=["moves", "same"])
+def test_rows_come_home_in_the_dtype_that_went(parallel: ParallelConfig) -> None:
+    assert ranks(4).run(home_in_float32, parallel, limit=LIMIT) == [torch.float32] * 4
+
+
+def from_inference_mode() -> list[float]:
+    """Rank 0's rows need no gradient, and were made where none could ever be had."""
+    exchange = RowExchange(*GATHER)
+    if dist.get_rank() == 0:
+        with torch.inference_mode():
+            x = rows_of(0, 2)
+    else:
+        x = rows_of(dist.get_rank(), 2).requires_grad_()
+    there = exchange.to_moe(x)
+    exchange.from_moe(there.hidden_states * 2, there.handle).sum().backward()
+    return [] if x.grad is None else x.grad[:, 0].tolist()
+
+
+def test_a_rank_with_rows_of_inference_mode_takes_part() -> None:
+    assert ranks(4).run(from_inference_mode, limit=LIMIT) == [[], [2, 2], [2, 2], [2, 2]]
+
+
+def no_grad_here() -> str:
+    exchange = RowExchange(*GATHER)
+    x = rows_of(0, 2).requires_grad_()
+    try:
+        with torch.set_grad_enabled(dist.get_rank() != 2):
+            exchange.to_moe(x)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_no_grad_on_one_rank_is_refused_on_all_that_would_wait_for_it() -> None:
+    said = ranks(4).run(no_grad_here, limit=LIMIT)
+    assert said == [said[0]] * 4
+    assert said[0].startswith("ranks [0, 1, 3] need a gradient, and ranks [2] are under no_grad")
+
+
+def checkpointed(reentrant: bool) -> list[Any]:
+    """Rank 0 has padding and the others none: what their graphs save differs."""
+    exchange, grads = RowExchange(*GATHER), list[Any]()
+    mask = torch.tensor([True, False, True]) if dist.get_rank() == 0 else None
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        there = exchange.to_moe(x, None, mask)
+        return exchange.from_moe(there.hidden_states.square(), there.handle)
+
+    for recompute in (False, True):
+        x = rows_of(dist.get_rank(), 3).requires_grad_()
+        y = checkpoint(block, x, use_reentrant=reentrant) if recompute else block(x)
+        y.sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad[:, 0].tolist())
+    return grads
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_recomputes_with_padding_on_one_rank(reentrant: bool) -> None:
+    for r, (plain, recomputed) in enumerate(ranks(4).run(checkpointed, reentrant, limit=LIMIT)):
+        # d/dx of x squared
+        want = [0, 0, 4] if r == 0 else [200 * r, 200 * r + 2, 200 * r + 4]
+        assert plain == recomputed == want
 
 
 # -- handles, and one process
@@ -466,8 +580,10 @@ def test_nothing_moves_in_one_process() -> None:
         exchange.from_moe(second.hidden_states, second.handle)
     with pytest.raises(HandleError, match="another RowExchange"):
         RowExchange(RowLayout()).from_moe(first.hidden_states, first.handle)
-    with pytest.raises(InputError, match=r"6 rows went to the MoE, and \(5, 4\) came back"):
+    with pytest.raises(InputError, match=r"6 rows of 4 went to the MoE, and \(5, 4\) came back"):
         exchange.from_moe(first.hidden_states[:5], first.handle)
+    with pytest.raises(HandleError, match=r"\(.handle\), not a MoERows"):
+        exchange.from_moe(first.hidden_states, first)  # pyright: ignore[reportArgumentType]
     assert not exchange.mover.collectives
 
 
@@ -497,6 +613,8 @@ def test_all_faults_of_a_layout_at_once() -> None:
         RowExchange(RowLayout(tp_size=2), gradient_sum="nobody")
     assert [f.field for f in caught.value.faults] == ["gradient_sum", "layout"]
     assert "dp * cp * tp = 2 ranks attend, and the MoE has dp * ep * tp = 1" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"layout=.*must be a RowLayout\n.*must be a Parallel"):
+        RowExchange(ParallelConfig(), RowLayout())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError) as caught:
         ParallelConfig(final_sum="moe")
     assert [f.field for f in caught.value.faults] == ["final_sum"]
