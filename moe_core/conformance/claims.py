@@ -110,6 +110,9 @@ def _ask(axis: str, value: Any, base: MoEConfig) -> Ask | None:
         "num_experts": lambda: Ask({"num_experts": value, "top_k": min(base.top_k, value)}),
         "top_k": lambda: Ask({"top_k": value, "num_experts": max(base.num_experts, value)}),
         "rows": lambda: spread(rows=value),
+        "final_sum": lambda: Ask(
+            {"intermediate_size": 2 * base.intermediate_size}, {"tp_size": 2, axis: value}
+        ),
         "uneven_experts": lambda: Ask(
             {"num_experts": base.num_experts + (base.num_experts % 2 != value)}, {"ep_size": 2}
         ),

@@ -47,7 +47,7 @@ STEPS = (
 """Tokens of four holders in seven steps: each is idle at times, and all are in the last."""
 
 
-def exact_numbers(job: Job) -> None:
+def exact_numbers(job: Job, patterns: tuple[str, ...] = PATTERNS) -> None:
     """Which expert, which token, which weight, which rank: all in exact integers.
 
     Each pattern twice in a row; the second time what nobody may read is NaN. No output may be
@@ -55,7 +55,7 @@ def exact_numbers(job: Job) -> None:
     """
     me = Rank(job)
     kept: list[tuple[Tensor, Tensor]] = []
-    for pattern in PATTERNS if job.ids is None else ("given",):
+    for pattern in patterns if job.ids is None else ("given",):
         if job.ids is None:
             ids = me.ids(pattern, job.tokens)
         else:
@@ -78,6 +78,10 @@ def exact_numbers(job: Job) -> None:
             kept.append((out, want))
     for out, want in kept:
         me.equal(out, want, "an output changed when the layer was called again")
+
+
+def large_batches(job: Job) -> None:
+    exact_numbers(job, ("skewed",))
 
 
 def received_rows(job: Job) -> None:

@@ -10,6 +10,7 @@ it is: not claimed by the manifest, or not checkable on this machine.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 import tomllib
@@ -140,8 +141,11 @@ def pytest_configure(config: pytest.Config) -> None:
     spec, device = (str(config.getoption(o) or "") for o in ("--moe-backend", "--moe-device"))
     if not spec:
         _usage("no backend is named: add --moe-backend NAME")
+    from moe_core.conformance import pool
     from moe_core.conformance.target import target  # imports torch
 
+    if pool.METHOD == "spawn" and "forkserver" in multiprocessing.get_all_start_methods():
+        pool.METHOD = "forkserver"
     try:
         settings.ranks = read_ranks(str(config.getoption("--moe-ranks")))
         xfails = read_xfails(config.getoption("--moe-xfails"))

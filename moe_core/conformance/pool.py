@@ -28,7 +28,8 @@ Result = TypeVar("Result")
 GRACE = 2.0
 """Seconds that the other ranks get to report after one has failed."""
 METHOD = "spawn"
-"""How ranks are started; a process that has done nothing yet may fork them."""
+"""How ranks are started. ``forkserver`` imports torch once for all of them, and they see the
+environment of the first start; a process that has done nothing yet may ``fork`` them itself."""
 
 
 class RankPool:
@@ -81,6 +82,7 @@ class RankPool:
         if self.processes:
             return
         context = multiprocessing.get_context(METHOD)
+        context.set_forkserver_preload(["moe_core.conformance.on_ranks"])
         store = tempfile.NamedTemporaryFile(prefix="moe_core_ranks_", delete=False)  # noqa: SIM115
         store.close()
         os.unlink(store.name)
