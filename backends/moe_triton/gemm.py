@@ -12,6 +12,8 @@ from moe_triton.tiles import (
     columns_of,
     find_rows,
     find_tile,
+    load_bias,
+    load_block,
     load_tile,
     load_weights,
     product,
@@ -44,12 +46,10 @@ def _finish_up(gate, up, act, pre, bias, weight, position, inside, first, inner_
             gate *= weight
             up *= weight
         if bias is not None:
-            some = tl.where(column < inner_size, column, 0)
-            at = bias + gate_column(some, inner_size, LAYOUT).to(tl.int64) * stride_bn
-            gate += tl.load(at).to(tl.float32)[None, :]
+            some = column < inner_size
+            gate += load_bias(bias, gate_column(column, inner_size, LAYOUT), some, stride_bn)
             if GATED:
-                at = bias + up_column(some, inner_size, LAYOUT).to(tl.int64) * stride_bn
-                up += tl.load(at).to(tl.float32)[None, :]
+                up += load_bias(bias, up_column(column, inner_size, LAYOUT), some, stride_bn)
         value = activate(gate, up, NAME, GATED, LIMIT, LIMIT_AFTER, ALPHA)
         mask = inside[:, None] & (column < inner_size)[None, :]
         to = act + (position * inner_size)[:, None] + column[None, :]
@@ -158,10 +158,9 @@ def down_kernel(rows, w, bias, row_weights, sorted_token_ids, tokens_per_expert,
         inside = position < end
         position = tl.where(inside, position, row)
         column = first + tl.arange(0, BLOCK_N)
-        some = tl.where(column < out_size, column, 0).to(tl.int64)
         if not TMA:
             a_rows = rows + position.to(tl.int64) * in_size
-            w_rows = w + expert.to(tl.int64) * stride_we + some * stride_wn
+            w_expert = w + expert.to(tl.int64) * stride_we
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, in_size, BLOCK_K):
             if TMA:
@@ -174,11 +173,18 @@ def down_kernel(rows, w, bias, row_weights, sorted_token_ids, tokens_per_expert,
             else:
                 k = start + tl.arange(0, BLOCK_K)
                 a = load_tile(a_rows, k, in_size, 1, EVEN_K)
-                b = tl.trans(load_tile(w_rows, k, in_size, stride_wk, EVEN_K))
+                if W_KN:
+                    b = load_block(
+                        w_expert, k, in_size, stride_wk, column, out_size, stride_wn, EVEN_K
+                    )
+                else:
+                    some = tl.where(column < out_size, column, 0).to(tl.int64)
+                    w_rows = w_expert + some * stride_wn
+                    b = tl.trans(load_tile(w_rows, k, in_size, stride_wk, EVEN_K))
             total = product(a, b, total, PRECISION, UPCAST)
         if bias is not None:
-            at = bias + expert.to(tl.int64) * stride_be + some * stride_bn
-            total += tl.load(at).to(tl.float32)[None, :]
+            at = bias + expert.to(tl.int64) * stride_be
+            total += load_bias(at, column, column < out_size, stride_bn)
         slot = find_rows(position, sorted_token_ids, 1, BY)
         if WEIGHTED:
             total *= load_weights(row_weights, position, sorted_token_ids, BY)[:, None]

@@ -20,6 +20,8 @@ from moe_triton.tiles import (
     find_rows,
     find_tile,
     first_position,
+    load_bias,
+    load_block,
     load_tile,
     load_weights,
     product,
@@ -41,9 +43,8 @@ def _finish_backward(grad, pre, grad_pre, act, bias, weight, position, inside, f
     ``first`` on. Returns float32 ``[m]``: what they add to the gradient of the routing weights."""
     column = first + tl.arange(0, BLOCK_N)
     mask = inside[:, None] & (column < inner_size)[None, :]
-    some = tl.where(column < inner_size, column, 0)
-    gate_at = gate_column(some, inner_size, LAYOUT)
-    up_at = up_column(some, inner_size, LAYOUT)
+    gate_at = gate_column(column, inner_size, LAYOUT)
+    up_at = up_column(column, inner_size, LAYOUT)
     width = inner_size
     if GATED:
         width = 2 * inner_size
@@ -57,9 +58,9 @@ def _finish_backward(grad, pre, grad_pre, act, bias, weight, position, inside, f
         gate *= weight
         up *= weight
     if bias is not None:
-        gate += tl.load(bias + gate_at.to(tl.int64) * stride_bn).to(tl.float32)[None, :]
+        gate += load_bias(bias, gate_at, column < inner_size, stride_bn)
         if GATED:
-            up += tl.load(bias + up_at.to(tl.int64) * stride_bn).to(tl.float32)[None, :]
+            up += load_bias(bias, up_at, column < inner_size, stride_bn)
     part = tl.zeros((grad.shape[0],), tl.float32)
     if act is not None or WEIGHT == _WEIGHT_OUTPUT:
         value = activate(gate, up, NAME, GATED, LIMIT, LIMIT_AFTER, ALPHA)
@@ -116,9 +117,8 @@ def down_backward_kernel(grad, w2, w13_bias, row_weights, sorted_token_ids, toke
         slot = find_rows(position, sorted_token_ids, 1, BY)
         a_rows = grad + row_offsets(slot, period, stride_go, stride_gi)
         column = first + tl.arange(0, BLOCK_N)
-        some = tl.where(column < inner_size, column, 0)
         if not W_TMA:
-            w_rows = w2 + expert.to(tl.int64) * stride_we + some.to(tl.int64) * stride_wn
+            w_expert = w2 + expert.to(tl.int64) * stride_we
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, hidden_size, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
@@ -126,7 +126,9 @@ def down_backward_kernel(grad, w2, w13_bias, row_weights, sorted_token_ids, toke
             if W_TMA:
                 b = w2.load([expert, start, first]).reshape(BLOCK_K, BLOCK_N)
             else:
-                b = tl.trans(load_tile(w_rows, k, hidden_size, stride_wk, EVEN_K))
+                b = load_block(
+                    w_expert, k, hidden_size, stride_wk, column, inner_size, stride_wn, EVEN_K
+                )
             total = product(a, b, total, PRECISION, UPCAST)
         weight = 1.0
         if WEIGHT != _WEIGHT_NONE:

@@ -94,6 +94,26 @@ def load_tile(pointers, column, num_columns, stride, EVEN: tl.constexpr):
 
 
 @triton.jit
+def load_bias(bias, column, inside, stride):
+    """float32 ``[1, n]``: an expert's bias of these columns."""
+    at = bias + column.to(tl.int64) * stride
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def load_block(base, row, num_rows, stride_row, column, num_columns, stride_column,
+               EVEN_ROWS: tl.constexpr):  # fmt: skip
+    """``[rows, columns]``, zeros past both ends. For rows that are dense: columns that are masked,
+    and not replaced, are loaded 16 bytes at a time."""
+    row_at = row.to(tl.int64)[:, None] * stride_row
+    at = base + row_at + column.to(tl.int64)[None, :] * stride_column
+    mask = (column < num_columns)[None, :]
+    if not EVEN_ROWS:
+        mask = mask & (row < num_rows)[:, None]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
 def product(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """``total + a @ b`` in float32. ``UPCAST`` is for the interpreter, whose bfloat16 is wrong."""
     if UPCAST:

@@ -100,7 +100,6 @@ def rows_of(layout: str, ids: Tensor = IDS, num_experts: int = NUM_EXPERTS) -> R
 def job(
     rows: Rows,
     x: Tensor,
-    w13: Tensor,
     w2: Tensor,
     weights: Tensor | None = None,
     activation: Activation | None = None,

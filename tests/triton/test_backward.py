@@ -65,14 +65,13 @@ def check_down_backward(
     width = inner * (2 if activation.gated else 1)
     grad = rows.by_slot(hidden, dtype=dtype, seed=1)
     w2 = normal(NUM_EXPERTS, hidden, inner, dtype=dtype) / hidden**0.5
-    w13 = normal(NUM_EXPERTS, width, hidden, dtype=dtype)
     b13 = normal(NUM_EXPERTS, width, dtype=dtype, seed=3) if bias else None
     weights = rows.by_slot(dtype=torch.float32) if weighted else None
     pre = rows.filled(width, dtype=dtype, seed=5)
     if strided:
         grad, w2 = grad.mT.contiguous().mT, w2.mT.contiguous().mT
     task = job(
-        rows, rows.inputs(hidden, dtype), w13, w2, weights, activation, w13_layout,
+        rows, rows.inputs(hidden, dtype), w2, weights, activation, w13_layout,
         on_input=on_input,
     )  # fmt: skip
     config = task.config("down_backward", inner, hidden)
@@ -145,7 +144,7 @@ def test_every_row_has_its_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None
     use(monkeypatch)
     rows = rows_of("indexed", torch.tensor([[0], [1], [2], [0], [1]]), 3)
     w2, x = torch.eye(4).expand(3, 4, 4).contiguous(), torch.zeros(5, 4)
-    task = job(rows, x, torch.zeros(3, 4, 4), w2, None, Activation(name="identity", gated=False))
+    task = job(rows, x, w2, None, Activation(name="identity", gated=False))
     grad = torch.arange(1.0, 21).view(5, 4)
     made = poisoned(5, 4)
     config = task.config("down_backward", 4, 4)
@@ -160,7 +159,7 @@ def check_outer(
     indexed = layout == "indexed"
     weights = rows.by_slot(dtype=torch.float32)
     x = rows.inputs(b_size, dtype)
-    task = job(rows, x, torch.empty(NUM_EXPERTS, a_size, b_size), torch.empty(5, 1, 1), weights)
+    task = job(rows, x, torch.empty(5, 1, 1), weights)
     by_token, by_slot = task.by_token, task.by_slot
     # as for w13: rows by position, inputs by token; as for w2: gradients by slot, rows by position
     first, second = rows.filled(a_size, dtype=dtype), rows.by_slot(a_size, dtype=dtype, seed=2)
@@ -214,9 +213,7 @@ def check_biases(rows: Rows, size: int, dtype: torch.dtype, *, weighted: bool) -
     weights = rows.by_slot(dtype=torch.float32)
     grad = rows.by_slot(size, dtype=dtype, seed=1)
     x = rows.inputs(size, dtype)
-    task = job(
-        rows, x, torch.empty(NUM_EXPERTS, 2, size), torch.empty(NUM_EXPERTS, size, 1), weights
-    )
+    task = job(rows, x, torch.empty(NUM_EXPERTS, size, 1), weights)
     out = poisoned(NUM_EXPERTS, size, dtype=dtype)
     ops._launch_bias_backward(task, grad, out, by=task.by_slot, weighted=weighted)
     given = weights if weighted else None

@@ -46,7 +46,7 @@ def check_up(
         x = torch.stack([x, x], -1)[..., 0]
         w13 = w13.mT.contiguous().mT
         b13 = None if b13 is None else b13.t().contiguous().t()
-    task = job(rows, x, w13, w2, weights, activation, w13_layout, on_input=on_input)
+    task = job(rows, x, w2, weights, activation, w13_layout, on_input=on_input)
     assert task.weight == (WEIGHT_INPUT if on_input else WEIGHT_OUTPUT)
     act = poisoned(rows.num_positions, inner, dtype=dtype)
     pre = poisoned(rows.num_positions, width, dtype=dtype)
@@ -151,7 +151,7 @@ def check_down(
     bias_values = normal(NUM_EXPERTS, out_size, dtype=dtype, seed=3) if bias else None
     weights = rows.by_slot(dtype=torch.float32)
     act = rows.filled(inner, dtype=dtype)
-    task = job(rows, x, w.mT, w, weights)
+    task = job(rows, x, w, weights)
     out = poisoned(rows.num_positions, out_size, dtype=dtype)
     by_slot = layout == "indexed"
     by = tiles.SLOT if by_slot else tiles.NONE
@@ -214,7 +214,7 @@ def test_offsets_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch, overflows_f
     x.copy_(normal(2, 16))
     w13.copy_(normal(2, 32, 16))
     w2 = normal(2, 16, 16, dtype=torch.bfloat16)
-    task = job(rows, x, w13, w2)
+    task = job(rows, x, w2)
     act = poisoned(2, 16, dtype=torch.bfloat16)
     ops._launch_up(task, x, w13, None, act, None)
     want, _ = twins.up(
