@@ -69,7 +69,7 @@ TABLE: dict[Key, Config] = {
     ("down", "sm90", 2, 64): Config(64, 128, 64, 4, 4, 8, 2),
     ("down", "sm90", 2, 128): Config(128, 256, 64, 8, 4, 8, 1),
     ("down_backward", "sm90", 2, 16): Config(16, 64, 64, 4, 3, 8, 3),
-    ("down_backward", "sm90", 2, 32): Config(32, 64, 64, 4, 3, 8, 3),
+    ("down_backward", "sm90", 2, 32): Config(32, 64, 64, 4, 3, 8, 3, parts=2),
     ("down_backward", "sm90", 2, 64): Config(64, 64, 64, 4, 4, 8, 2, parts=2),
     ("down_backward", "sm90", 2, 128): Config(128, 128, 64, 8, 3, 8, 1, parts=4),
     ("outer", "sm90", 2, 0): Config(128, 256, 64, 8, 3, 8, 1),
@@ -79,8 +79,8 @@ TABLE: dict[Key, Config] = {
     ("up", "sm80", 2, 64): Config(64, 64, 64, 4, 3, 8, 1, parts=2),
     ("up", "sm80", 2, 128): Config(128, 64, 64, 8, 3, 8, 1, parts=4),
     ("down", "sm80", 2, 16): Config(16, 64, 128, 4, 3, 8, 2),
-    ("down", "sm80", 2, 32): Config(32, 64, 128, 4, 3, 8, 2),
-    ("down", "sm80", 2, 64): Config(64, 128, 64, 4, 3, 8, 1),
+    ("down", "sm80", 2, 32): Config(32, 64, 64, 4, 3, 8, 2),
+    ("down", "sm80", 2, 64): Config(64, 128, 64, 8, 3, 8, 1),
     ("down", "sm80", 2, 128): Config(128, 128, 64, 8, 3, 8, 1),
     ("down_backward", "sm80", 2, 16): Config(16, 64, 64, 4, 3, 8, 2),
     ("down_backward", "sm80", 2, 32): Config(32, 64, 64, 4, 3, 8, 2),
@@ -97,9 +97,9 @@ TABLE: dict[Key, Config] = {
     ("down", "gfx942", 2, 64): Config(64, 128, 64, 4, 2, 8, 1),
     ("down", "gfx942", 2, 128): Config(128, 128, 64, 8, 2, 8, 1),
     ("down_backward", "gfx942", 2, 16): Config(16, 64, 64, 4, 2, 8, 2),
-    ("down_backward", "gfx942", 2, 32): Config(32, 64, 64, 4, 2, 8, 2),
-    ("down_backward", "gfx942", 2, 64): Config(64, 64, 64, 4, 2, 8, 1),
-    ("down_backward", "gfx942", 2, 128): Config(128, 64, 64, 8, 2, 8, 1),
+    ("down_backward", "gfx942", 2, 32): Config(32, 64, 64, 4, 2, 8, 2, parts=2),
+    ("down_backward", "gfx942", 2, 64): Config(64, 64, 64, 4, 2, 8, 1, parts=4),
+    ("down_backward", "gfx942", 2, 128): Config(128, 64, 64, 8, 2, 8, 1, parts=4),
     ("outer", "gfx942", 2, 0): Config(128, 128, 32, 8, 2, 8, 1),
 }
 
@@ -118,8 +118,12 @@ def rule(kernel: str, chip: Chip, itemsize: int, height: int) -> Config:
     if chip.family == "interpreter":
         return INTERPRETED[kernel]
     if itemsize == 4:
-        return Config(min(height, 64), 32, 32, 4, 2, 8, 2)
-    return Config(min(height, 64), 64, 32, 4, 2, 8, 1)
+        return Config(min(height, 32), 32, 32, 4, 2, 8, 2)
+    # loads of single elements keep their addresses in registers: more threads to a tile
+    if height < 64:
+        return Config(height, 32, 32, 4, 2, 8, 1)
+    in_parts = kernel == "down_backward" and chip.family == "gfx942"
+    return Config(64, 64, 32, 8, 2, 8, 1, parts=4 if in_parts else 1)
 
 
 def shared_bytes(kernel: str, config: Config, itemsize: int, halves: int) -> int:
