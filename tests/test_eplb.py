@@ -262,11 +262,35 @@ def test_bad_requests_are_refused_with_all_faults() -> None:
         "num_groups": "must divide the 6 experts",
     }
     assert "3 groups can't be spread evenly over 2 nodes" in told([1] * 6, 6, 2, 2, 3)["num_groups"]
-    assert told([1, 2], 2, 0) == {"ep_size": "must be at least 1"}
-    for counts in ([], [[]], [[1, 2], [1]], [1, -1], [1, float("nan")], [1, True], ["ab"]):
+    assert told([1, 2], 2, 0) == {"ep_size": "must be an integer of at least 1"}
+    assert list(told([1, 2], 2.0, "1", True)) == ["num_slots", "ep_size", "num_nodes"]
+    for counts in (
+        *([], [[]], [[1, 2], [1]], [1, -1], [1, float("nan")], [1, True], ["ab"], [1, [2]]),
+        *(None, 3, "ab", {"counts": [1, 2]}, [1, None], [1, 10**400], [1e308, 1e308], [1, 2**63]),
+        *(torch.tensor(3), torch.ones(1, 2, 2), [1j, 2]),
+    ):
         assert list(told(counts, 2, 1)) == ["counts"]
+    for current in (Placement(2), [{"num_experts": 2}], 5):
+        assert list(told([1, 2], 2, 1, current=current)) == ["current"]
     faults = told([1, 2], 2, 1, current=[Placement(3), Placement(2)])
     assert "placements of 2 experts over 1 ranks" in faults["current"]
+
+
+def test_counts_of_any_kind_are_read_alike() -> None:
+    want = plan_placement([[5, 1, 1, 1], [1, 1, 1, 5]], 6, 2)
+    ints = torch.tensor([[5, 1, 1, 1], [1, 1, 1, 5]])
+    for counts in (ints, ints.float(), list(ints), ints.numpy(), [list(r) for r in ints.numpy()]):
+        assert plan_placement(counts, 6, 2) == want
+    assert plan_placement((row for row in ints.tolist()), 6, 2) == want
+    assert plan_placement(ints[1], 6, 2) == plan_placement([*ints[1]], 6, 2) == want[1:]
+
+
+def test_with_groups_on_nodes_a_nodes_slots_count() -> None:
+    """Four experts, two groups, two nodes of two ranks: two experts fill six slots of a node, at
+    most four of them without twins. Wherever they fit, 12 slots on four ranks need no twins."""
+    placements = plan_placement([1] * 4, 12, 4, 2, 2) + plan_placement([1] * 4, 12, 4)
+    twins = [sum(3 - len({*p.experts_of(r)}) for r in range(4)) for p in placements]
+    assert twins == [4, 0]
 
 
 def test_a_placement_survives_json() -> None:
@@ -472,6 +496,10 @@ def test_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ('{"counts": [[1, 2], [1]]}', "layers differ in their experts: [1, 2]"),
         ("[]", "holds nothing"),
         ("[[1], 2]", "isn't a number of tokens"),
+        ("[1, NaN]", "isn't a number of tokens"),
+        (f"[1, 1{'0' * 400}]", "isn't a number of tokens"),
+        ("[1e308, 1e308]", "isn't a number of tokens"),
+        ("[" * 100_000, "is not JSON"),
     ):
         file.write_text(text)
         code, out, err = plan(capsys, str(file), "--ep-size", "1")
@@ -491,7 +519,7 @@ def test_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         capsys, str(file), "--ep-size", "2", "--current", str(tmp_path / "now.json")
     )
     assert code == 2
-    assert "must be an object" in err
+    assert "layer 0.placement='4': must be an object" in err
 
 
 def test_planning_imports_no_torch(tmp_path: Path) -> None:

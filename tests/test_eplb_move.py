@@ -284,6 +284,16 @@ def refused(
     elif case == "unstepped":
         if rank == 0:
             optimizer.step()
+    elif case == "nested" and rank == 1:
+        optimizer.state[experts.w2]["history"] = [{"old": torch.zeros_like(experts.w2)}]
+    elif case == "staging":
+        options["staging_bytes"] = 1e6
+    elif case == "no placement":
+        target = {"num_experts": 4}
+    elif case == "shared":
+        other = numbered(None, inference=False)
+        other.w2 = experts.w2
+        model = torch.nn.ModuleList([experts, other])
     elif case == "steps":
         for _ in range(1 + rank):
             optimizer.step()
@@ -291,7 +301,8 @@ def refused(
         torch.empty, kept = None, torch.empty  # pyright: ignore[reportAttributeAccessIssue]
     before = [p.detach().clone() for p in experts.parameters()]
     try:
-        PlacementPlan([target]).apply(model, optimizer, **options)
+        targets = [target, Placement(4, 2, (0, 2, 1, 3))] if case == "shared" else [target]
+        PlacementPlan(targets).apply(model, optimizer, **options)
     except ConfigError as error:
         text = str(error)
     except TypeError as error:  # only the rank that had no memory raises its own
@@ -315,6 +326,10 @@ def refused(
         ("no layer", ["has no layer with experts"]),
         ("other optimizer", ["trains none of this layer's weights"]),
         ("state", ["rank 1", "w2.odd", "(3, 5)"]),
+        ("nested", ["rank 1", "w2.history='list': tensors within optimizer state don't move"]),
+        ("staging", ["staging_bytes=1000000.0: must be an integer"]),
+        ("no placement", ["placements='PlacementPlan': must be a list of Placement"]),
+        ("shared", ["layer 1.w2='shared': is layer 0's too"]),
         ("unstepped", ["w13.exp_avg", "ranks [0]", "ranks [1]"]),
         ("steps", ["w13.step", "1.0 on ranks [0]", "2.0 on ranks [1]"]),
         ("memory", ["rank 1", "NoneType"]),
@@ -473,6 +488,31 @@ def move_model() -> list[Any]:
     model.float()  # parts are chosen anew, for the placement of now
     torch.testing.assert_close(model(x.float()), before.float(), rtol=1e-4, atol=1e-5)
     return [m.received for m in moved] + [len(seen.calls)]
+
+
+def move_shared() -> list[Any]:
+    """Layers of one w13, and biases and w2 of their own."""
+    torch.manual_seed(0)
+    config = replace(CONFIG, num_shared_experts=0)
+    layers = [MoELayer(config, ParallelConfig(ep_size=2)) for _ in range(2)]
+    model, (first, second) = torch.nn.Sequential(*layers), (layer.experts for layer in layers)
+    second.w13 = first.w13
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    x = torch.randn(6, H, dtype=torch.float64)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+    want = model(x).detach()
+    moved = PlacementPlan([shuffled(E, 2)] * 2).apply(model, optimizer)
+    torch.testing.assert_close(model(x).detach(), want, rtol=1e-12, atol=1e-14)
+    return [first.w13 is second.w13, moved[0].sent_bytes - moved[1].sent_bytes, moved[0].received]
+
+
+def test_what_layers_share_moves_once() -> None:
+    for shared, more, received in ranks(2).run(move_shared):
+        assert shared
+        # w13 [2I, H] in float64, its gradient and Adam's two moments
+        assert more == received * 4 * 2 * I * H * 8 > 0
 
 
 def test_a_plan_moves_all_layers_of_a_model() -> None:

@@ -26,7 +26,7 @@ def layers_of(model: nn.Module) -> list[Experts]:
 def record_load(model: nn.Module, on: bool = True) -> None:
     """Begin to count, from 0, what each expert computes (``RoutingCounts.expert_load``), or stop.
 
-    Costs a small kernel per forward, and no host sync. Every (token, expert) that goes to the
+    Costs a few small kernels per forward, and no host sync. Every (token, expert) that goes to the
     experts counts, in training and out of it, and once where a recompute repeats it; padding,
     masked tokens, -1 and what a capacity dropped don't. Raises ``ConfigError`` for a layer whose
     kernel routes by itself: its choices are never seen.
@@ -52,7 +52,7 @@ def expert_load(model: nn.Module, *, keep: float = 1.0) -> list[list[int]]:
     """
     layers = layers_of(model)
     faults: list[Fault] = []
-    if not 0 <= keep <= 1:
+    if not isinstance(keep, int | float) or not 0 <= keep <= 1:
         faults.append(Fault("keep", keep, "is the share that stays: from 0 to 1"))
     totals: list[torch.Tensor] = []
     for i, experts in enumerate(layers):
@@ -68,5 +68,6 @@ def expert_load(model: nn.Module, *, keep: float = 1.0) -> list[list[int]]:
             load = experts.counts.expert_load
             assert load is not None
             load.copy_(load.double().mul(keep).long())
-    values = iter(torch.cat(totals).tolist())  # the host waits here, once
+    gathered = torch.cat([total.to(totals[0].device) for total in totals])
+    values = iter(gathered.tolist())  # the host waits here, once
     return [[next(values) for _ in range(len(total))] for total in totals]

@@ -7,7 +7,8 @@ buffers and captured graphs know of nothing; the map from experts to slots is up
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,15 @@ from moe_core.agreement import agree
 from moe_core.balance.load import layers_of
 from moe_core.balance.plan import arrivals
 from moe_core.building import placement_faults
+from moe_core.config import Faults
 from moe_core.errors import ConfigError, Fault
+from moe_core.placement import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from moe_core.experts import Experts
-    from moe_core.placement import Placement
 
 STAGING_BYTES = 64 << 20
 
@@ -54,14 +54,16 @@ def move_experts(
     ``model``: a layer, or a model with as many expert layers as there are placements, which have as
     many slots as the layers. ``optimizer``: the one that trains them, if one does. Parameters,
     pending gradients and all optimizer state with one value (or row) per slot change in place; the
-    next step is that of a model that didn't move. Call it on every rank, between steps: not between
-    a forward and its backward.
+    next step is that of a model that didn't move. A parameter that several layers share moves once;
+    they need the same placement. Call it on every rank, between steps: not between a forward and
+    its backward.
 
     Nothing is written before all ranks agree: a bad plan, another plan on one rank, state that
     can't be moved or a rank without the memory raise ``ConfigError`` on every rank, naming ranks.
     An expert crosses the wire once per rank that gets it. Extra memory on a rank is at most
     ``staging_bytes``, or what one row of each slot that moves takes if that is more: tensors go one
-    after the other, in slices that fit. (A rank that dies meanwhile leaves a half-moved layer.)
+    after the other, in slices that fit. A layer with prepared weights makes them again afterwards,
+    beside the old ones. (A rank that dies meanwhile leaves a half-moved layer.)
     """
     error: Exception | None = None
     moves: list[_Move] = []
@@ -96,16 +98,21 @@ def _planned(
     staging_bytes: int,
 ) -> list[_Move]:
     """Raises ``ConfigError`` with whatever speaks against it here."""
-    faults: list[Fault] = []
+    faults = Faults()
+    faults.integer("staging_bytes", staging_bytes)
+    if not isinstance(placements, Sequence) or not all(
+        isinstance(placement, Placement) for placement in placements
+    ):
+        faults.add("placements", type(placements).__name__, "must be a list of Placement")
+        faults.settle()
     if len(placements) != len(layers):
         message = f"one for each of the {len(layers)} expert layers of this model"
         faults.append(Fault("placements", len(placements), message))
     if len({e.groups.ranks for e in layers if e.is_distributed}) > 1:
         message = "layers that span different ranks: apply each part of the plan by itself"
         faults.append(Fault("model", "layers", message))
-    if staging_bytes < 1:
-        faults.append(Fault("staging_bytes", staging_bytes, "must be at least 1"))
     moves: list[_Move] = []
+    seen: dict[int, tuple[int, tuple[Any, ...]]] = {}
     for i, (experts, wanted) in enumerate(zip(layers, placements, strict=False)):
         before = experts.placement
         after = replace(wanted, holes=before.holes, shared_slots=before.shared_slots)
@@ -118,7 +125,9 @@ def _planned(
             {"autograd": not experts.inference, "routing_ids": request.routing_ids},
         )
         found += [] if found else experts.pipeline.slot_map.faults_of(after)
-        tensors, scalars = _tensors(experts, optimizer, found)
+        how = (before.slot_experts, before.shared_slots, after.slot_experts)
+        moved = _moved_before(experts, i, how, seen, found)
+        tensors, scalars = _tensors(experts, optimizer, moved, found)
         faults += [replace(f, field=f"layer {i}.{f.field}") for f in found]
         if not faults:
             moves.append(_Move(experts, after, tensors, scalars, staging_bytes))
@@ -127,10 +136,31 @@ def _planned(
     return moves
 
 
+def _moved_before(
+    experts: Experts,
+    number: int,
+    how: tuple[Any, ...],
+    seen: dict[int, tuple[int, tuple[Any, ...]]],
+    faults: list[Fault],
+) -> set[str]:
+    """Names of this layer's parameters that are an earlier one's too, and move with that."""
+    names: set[str] = set()
+    for name, parameter in experts.named_parameters():
+        first, theirs = seen.setdefault(id(parameter), (number, how))
+        if first == number:
+            continue
+        names.add(name)
+        if theirs != how:
+            message = f"is layer {first}'s too, which has or gets another placement"
+            faults.append(Fault(name, "shared", message))
+    return names
+
+
 def _tensors(
-    experts: Experts, optimizer: Optimizer | None, faults: list[Fault]
+    experts: Experts, optimizer: Optimizer | None, moved: set[str], faults: list[Fault]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What has a row per slot, by name; and the optimizer's numbers that are one per parameter."""
+    """What has a row per slot, by name; and the optimizer's numbers that are one per parameter.
+    Without parameters that have ``moved``."""
     parameters = dict(experts.named_parameters())
     if experts.w13.is_meta:
         faults.append(Fault("device", "meta", "there are no weights to move yet"))
@@ -142,12 +172,17 @@ def _tensors(
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, float] = {}
     for name, parameter in parameters.items():
+        if name in moved:
+            continue
         tensors[name] = parameter.detach()  # shares the version, which prepared weights look at
         if parameter.grad is not None:
             tensors[f"{name}.grad"] = parameter.grad
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in sorted(state.items()):
             if not isinstance(value, torch.Tensor):
+                if _holds_tensors(value):
+                    message = "tensors within optimizer state don't move with a weight"
+                    faults.append(Fault(f"{name}.{key}", type(value).__name__, message))
                 continue
             per_slot = value.ndim == parameter.ndim and value.shape[0] == parameter.shape[0]
             if per_slot and value.device == parameter.device:
@@ -161,6 +196,13 @@ def _tensors(
                 )
                 faults.append(Fault(f"{name}.{key}", str(value.dtype), message))
     return tensors, scalars
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    parts = value if isinstance(value, list | tuple | set | deque) else ()
+    return any(isinstance(part, torch.Tensor) or _holds_tensors(part) for part in parts)
 
 
 def _statement(moves: list[_Move]) -> dict[str, Any]:
@@ -239,9 +281,8 @@ class _Move:
         self.route = every[experts.groups.ep_rank]
         self.travels = any(sum(route.receive) for route in every)
         self.most_rows = max(route.num_rows for route in every)  # all ranks cut into equal slices
-        self.staging = max(
-            self._slice(t) * _row_bytes(t) * self.route.num_rows for t in tensors.values()
-        )
+        sizes = [self._slice(t) * _row_bytes(t) * self.route.num_rows for t in tensors.values()]
+        self.staging = max(sizes, default=0)
 
     def _slice(self, tensor: Tensor) -> int:
         """How much of dimension 1 goes at a time."""

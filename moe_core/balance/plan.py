@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any, cast
 
 from moe_core.balance.packing import Bins, bin_loads, num_twins, pack, refined, solved
+from moe_core.config import Faults
 from moe_core.errors import ConfigError, Fault
 from moe_core.placement import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
     from torch.optim import Optimizer
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 STAY_WITHIN = 1.01
 """A plan near the current placement is taken if its fullest rank has at most this times the load of
 the best plan's: a move costs time, and counts are only an estimate."""
+
+MOST_TOKENS = 2**63
+"""Of an expert, and no more: what an int64 counts. Sums of these are exact enough in floats."""
 
 
 class PlacementPlan(list[Placement]):
@@ -46,19 +50,21 @@ def plan_placement(
 ) -> PlacementPlan:
     """A placement for each layer that balances ``counts`` over the ranks.
 
-    ``counts [layers, E]``: tokens per logical expert, ints or floats, lists or a tensor (one list
-    ``[E]`` is one layer). ``num_slots``: physical slots on all ranks together, as many on each;
-    beyond E they are replicas, which share an expert's tokens equally. With ``num_groups`` > 1 and
-    ``num_nodes`` > 1 an expert group (E / ``num_groups`` consecutive experts, of a router with
-    ``num_expert_group``) stays on one node (ep ranks ``ep_size / num_nodes`` at a time), replicas
-    too, and each node has as many groups; else nodes make no difference. ``current``: what the
-    ranks hold now (default: contiguous), so that little has to move.
+    ``counts [layers, E]``: tokens per logical expert, ints or floats below 2^63, as a tensor or
+    lists (one list ``[E]`` is one layer). ``num_slots``: physical slots on all ranks together, as
+    many on each; beyond E they are replicas, which share an expert's tokens equally. With
+    ``num_groups`` > 1 and ``num_nodes`` > 1 an expert group (E / ``num_groups`` consecutive
+    experts, of a router with ``num_expert_group``) stays on one node (ep ranks ``ep_size /
+    num_nodes`` at a time), replicas too, and each node has as many groups; else nodes make no
+    difference. ``current``: what the ranks hold now (default: contiguous), so that little has to
+    move.
 
     The fullest rank of each layer has at most the load that DeepSeek's EPLB
     (github.com/deepseek-ai/EPLB, ``rebalance_experts``) would give it: that plan is one of several
     starts, improved until no swap of two slots and no change of one helps. No rank holds an expert
-    twice, unless ``num_slots > E * ep_size`` or every plan found without that is less balanced than
-    DeepSeek's. The same input gives the same plan everywhere. Raises ``ConfigError``.
+    twice, unless there are more slots than experts times ranks (of all, or of a node where groups
+    stay on one) or every plan found without that is less balanced than DeepSeek's. The same input
+    gives the same plan everywhere. Raises ``ConfigError``.
     """
     rows = _rows(counts)
     faults = _faults(rows, num_slots, ep_size, num_nodes, num_groups, current)
@@ -195,27 +201,38 @@ def _in_place(new: list[int], old: list[int]) -> list[int]:
 
 def _rows(counts: Any) -> list[list[float]]:
     """``[layers][E]``. Raises ``ConfigError`` for anything else."""
-    given = counts.tolist() if hasattr(counts, "tolist") else counts
-    try:
-        rows = [list(row) for row in given]
-    except TypeError:
-        rows = [given]
+    given = _plain(counts)
+    rows: list[Any] = [given]
+    if isinstance(given, list):
+        rows = [_plain(row) for row in cast("list[Any]", given)]
+        if rows and not any(isinstance(row, list) for row in rows):
+            rows = [rows]
     wrong = None
-    if not rows or not all(rows):
+    if not all(isinstance(row, list) for row in rows):
+        wrong = "holds what isn't a list of numbers"
+    elif not rows or not all(rows):
         wrong = "holds nothing to plan from"
     elif len({len(row) for row in rows}) > 1:
         wrong = f"layers differ in their experts: {sorted({len(row) for row in rows})}"
     elif not all(_is_count(value) for row in rows for value in row):
-        wrong = "holds what isn't a number of tokens: each must be finite and at least 0"
+        wrong = "holds what isn't a number of tokens: each must be at least 0 and below 2^63"
     if wrong:
-        shape = [len(row) for row in rows][:8] if wrong else None
+        shape = [len(row) if isinstance(row, list) else type(row).__name__ for row in rows][:8]
         raise ConfigError([Fault("counts", shape, f"{wrong}; they are [layers, num_experts]")])
-    return rows
+    return [[v if isinstance(v, int) else float(v) for v in row] for row in rows]
+
+
+def _plain(values: Any) -> Any:
+    """A list of what a tensor, an array or anything else that can be gone through holds."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    single = isinstance(values, str | bytes | dict) or not isinstance(values, Iterable)
+    return values if single else list(cast("Iterable[Any]", values))
 
 
 def _is_count(value: Any) -> bool:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    return good and math.isfinite(value) and value >= 0
+    good = isinstance(value, Real) and not isinstance(value, bool)
+    return good and 0 <= cast("float", value) < MOST_TOKENS
 
 
 def _faults(
@@ -226,9 +243,15 @@ def _faults(
     num_groups: int,
     current: Sequence[Placement] | None,
 ) -> list[Fault]:
-    num_experts = len(rows[0])
-    sizes = {"ep_size": ep_size, "num_nodes": num_nodes, "num_groups": num_groups}
-    faults = [Fault(n, v, "must be at least 1") for n, v in sizes.items() if v < 1]
+    num_experts, faults = len(rows[0]), Faults()
+    sizes = {"num_slots": num_slots, "ep_size": ep_size}
+    for name, size in (sizes | {"num_nodes": num_nodes, "num_groups": num_groups}).items():
+        faults.integer(name, size)
+    placed = current is None or (
+        isinstance(current, Sequence) and all(isinstance(p, Placement) for p in current)
+    )
+    if not placed:
+        faults.add("current", type(current).__name__, "must be placements, one per layer")
     if faults:
         return faults
     if num_slots < num_experts:

@@ -9,6 +9,7 @@ what ``Placement.from_dict`` and ``--current`` read.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moe_core.balance.plan import arrivals, max_over_mean, plan_placement
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     layers = counts if all(isinstance(row, list) for row in counts) else [counts]
     current = None
     if args.current:
-        current = [Placement.from_dict(data) for data in _read(args.current, "placements")]
+        current = _placements(_read(args.current, "placements"))
     num_experts = len(layers[0]) if layers else 0
     slots = num_experts if args.slots is None else args.slots
     plan = plan_placement(layers, slots, args.ep_size, args.nodes, args.groups, current=current)
@@ -105,6 +106,20 @@ def _moves(moves: list[dict[str, int]]) -> str:
     return text or "none"
 
 
+def _placements(data: list[Any]) -> list[Placement]:
+    """Raises ``ConfigError``, naming layers."""
+    faults: list[Fault] = []
+    found: list[Placement] = []
+    for number, fields in enumerate(data):
+        try:
+            found.append(Placement.from_dict(fields))
+        except ConfigError as error:
+            faults += [replace(f, field=f"layer {number}.{f.field}") for f in error.faults]
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
 def _read(path: str, key: str) -> list[Any]:
     """The list in a JSON file, or under ``key`` of the object there. Raises ``ConfigError``."""
     try:
@@ -113,7 +128,7 @@ def _read(path: str, key: str) -> list[Any]:
     except OSError as error:
         message = f"can't be read: {error.strerror or error}"
         raise ConfigError([Fault(key, path, message)]) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([Fault(key, path, f"is not JSON: {error}")]) from error
     found = data.get(key) if isinstance(data, dict) else data
     if not isinstance(found, list):
