@@ -2,6 +2,9 @@
 
 ``moe_core.activation.activate`` says what the names, limits and alpha mean.
 """
+# Pyright doesn't know what triton.jit makes of a function.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -142,20 +145,42 @@ def up_column(column, inner_size, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def store_gate_up(rows, gate, up, column, inside, inner_size,
-                  GATED: tl.constexpr, LAYOUT: tl.constexpr):  # fmt: skip
-    """``gate`` and ``up`` ``[m, n]`` into dense rows from ``rows [m]`` on, as ``w13`` lies."""
-    if not GATED:
-        mask = inside[:, None] & (column < inner_size)[None, :]
-        tl.store(rows[:, None] + column[None, :], gate.to(rows.dtype.element_ty), mask=mask)
-    elif LAYOUT == _INTERLEAVED:
-        both = tl.join(gate, up).reshape(gate.shape[0], 2 * gate.shape[1])
-        wide = 2 * tl.min(column, axis=0) + tl.arange(0, 2 * gate.shape[1])
+def store_gate_up(rows, gate, up, first, inside, inner_size, GATED: tl.constexpr,
+                  LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Columns of gate and up from ``first`` on, ``[m, BLOCK_N]`` each, into the dense rows ``rows
+    [m]``, laid out as ``w13``'s."""
+    if GATED and LAYOUT == _INTERLEAVED:
+        both = tl.join(gate, up).reshape(gate.shape[0], 2 * BLOCK_N)
+        wide = 2 * first + tl.arange(0, 2 * BLOCK_N)
         mask = inside[:, None] & (wide < 2 * inner_size)[None, :]
         tl.store(rows[:, None] + wide[None, :], both.to(rows.dtype.element_ty), mask=mask)
     else:
+        column = first + tl.arange(0, BLOCK_N)
         mask = inside[:, None] & (column < inner_size)[None, :]
-        first = gate_column(column, inner_size, LAYOUT)
-        second = up_column(column, inner_size, LAYOUT)
-        tl.store(rows[:, None] + first[None, :], gate.to(rows.dtype.element_ty), mask=mask)
-        tl.store(rows[:, None] + second[None, :], up.to(rows.dtype.element_ty), mask=mask)
+        at = rows[:, None] + gate_column(column, inner_size, LAYOUT)[None, :]
+        tl.store(at, gate.to(rows.dtype.element_ty), mask=mask)
+        if GATED:
+            at = rows[:, None] + up_column(column, inner_size, LAYOUT)[None, :]
+            tl.store(at, up.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_gate_up(rows, first, inside, inner_size, GATED: tl.constexpr, LAYOUT: tl.constexpr,
+                 BLOCK_N: tl.constexpr):  # fmt: skip
+    """What ``store_gate_up`` stored, in float32, zeros past the end (without a gate: twice it)."""
+    if GATED and LAYOUT == _INTERLEAVED:
+        wide = 2 * first + tl.arange(0, 2 * BLOCK_N)
+        mask = inside[:, None] & (wide < 2 * inner_size)[None, :]
+        both = tl.load(rows[:, None] + wide[None, :], mask=mask, other=0.0)
+        gate, up = tl.split(both.to(tl.float32).reshape(rows.shape[0], BLOCK_N, 2))
+        return gate, up
+    else:
+        column = first + tl.arange(0, BLOCK_N)
+        mask = inside[:, None] & (column < inner_size)[None, :]
+        at = rows[:, None] + gate_column(column, inner_size, LAYOUT)[None, :]
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if not GATED:
+            return gate, gate
+        else:
+            at = rows[:, None] + up_column(column, inner_size, LAYOUT)[None, :]
+            return gate, tl.load(at, mask=mask, other=0.0).to(tl.float32)

@@ -3,6 +3,9 @@
 R positions (``moe_triton.tiles``), H hidden size, I intermediate size. Only rows of experts are
 read and written; a tile's surplus rows repeat its first one and are not stored.
 """
+# Pyright doesn't know what triton.jit makes of a function.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -40,7 +43,7 @@ def _finish_up(gate, up, act, pre, bias, weight, position, inside, first, inner_
         if GATED:
             width = 2 * inner_size
         rows = pre + position * width
-        store_gate_up(rows, gate, up, column, inside, inner_size, GATED, LAYOUT)
+        store_gate_up(rows, gate, up, first, inside, inner_size, GATED, LAYOUT, BLOCK_N)
     if act is not None:
         if WEIGHT == _WEIGHT_INPUT:
             gate *= weight

@@ -4,6 +4,9 @@ With u = grad @ w2 (the gradient of an activation before the routing weight), a 
 the output has the gradient <u, act> + <grad, w2_bias>, so the second product itself isn't needed
 again; neither is the activation, which is made anew from ``pre``.
 """
+# Pyright doesn't know what triton.jit makes of a function.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -12,6 +15,7 @@ from moe_triton.activations import (
     activate,
     activate_backward,
     gate_column,
+    load_gate_up,
     store_gate_up,
     up_column,
 )
@@ -48,11 +52,9 @@ def _finish_backward(grad, pre, grad_pre, act, bias, weight, position, inside, f
     width = inner_size
     if GATED:
         width = 2 * inner_size
-    made = (pre + position * width)[:, None]
-    gate_raw = tl.load(made + gate_at[None, :], mask=mask, other=0.0).to(tl.float32)
-    up_raw = gate_raw
-    if GATED:
-        up_raw = tl.load(made + up_at[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate_raw, up_raw = load_gate_up(
+        pre + position * width, first, inside, inner_size, GATED, LAYOUT, BLOCK_N
+    )
     gate, up = gate_raw, up_raw
     if WEIGHT == _WEIGHT_INPUT:
         gate *= weight
@@ -79,7 +81,7 @@ def _finish_backward(grad, pre, grad_pre, act, bias, weight, position, inside, f
         part = tl.sum(tl.where(mask, products, 0.0), axis=1)
     if grad_pre is not None:
         rows = grad_pre + position * width
-        store_gate_up(rows, by_gate, by_up, column, inside, inner_size, GATED, LAYOUT)
+        store_gate_up(rows, by_gate, by_up, first, inside, inner_size, GATED, LAYOUT, BLOCK_N)
     return part
 
 

@@ -144,7 +144,8 @@ def _places(rows: Tensor) -> tuple[int, int, int, int]:
     """Period, its stride, that of a row and that of an element, of ``[n, H]`` or ``[n, m, H]``."""
     if rows.dim() == 2:
         return 1, rows.stride(0), 0, rows.stride(1)
-    return rows.shape[1], *rows.stride()
+    outer, inner, column = rows.stride()
+    return rows.shape[1], outer, inner, column
 
 
 def _bias_strides(bias: Tensor | None) -> tuple[int, int]:
@@ -185,9 +186,9 @@ def make_job(
         capacity=x.shape[1] if x.dim() == 3 else 0,
         hidden_size=x.shape[-1],
         inner_size=w2.shape[2],
-        layout=w13_layout,
+        layout=w13_layout if gated else "gate_up",
         activation={
-            "LAYOUT": LAYOUTS[w13_layout],
+            "LAYOUT": LAYOUTS[w13_layout if gated else "gate_up"],
             "NAME": activation,
             "GATED": gated,
             "LIMIT": limit,
@@ -456,17 +457,15 @@ def run_experts_backward(
     act = x.new_empty(positions, inner) if need_w2 else None
     parts = None
     if need_weights:
-        with_bias = job.weight == WEIGHT_OUTPUT and w2_bias is not None
-        count = triton.cdiv(inner, config.block_n) + with_bias
+        owed = w2_bias if job.weight == WEIGHT_OUTPUT else None
+        count = triton.cdiv(inner, config.block_n) + (owed is not None)
         parts = x.new_zeros(positions, count, dtype=torch.float32)
-        if with_bias:
-            _launch_bias_product(job, grad, w2_bias, parts)
+        if owed is not None:
+            _launch_bias_product(job, grad, owed, parts)
     if inward or need_w2 or need_weights:
         _launch_down_backward(job, grad, w2, w13_bias, pre, grad_pre, act, parts, config)
     if parts is not None:
-        torch.sum(parts, 1, out=by_weights.view(-1)) if by_weights.dtype == torch.float32 else (
-            by_weights.view(-1).copy_(parts.sum(1))
-        )
+        by_weights.view(-1).copy_(parts.sum(1))
     on_input, on_output = job.weight == WEIGHT_INPUT, job.weight == WEIGHT_OUTPUT
     if need_x and grad_pre is not None:
         if slot_rows is None:

@@ -143,12 +143,14 @@ class TritonRunner(ExpertRunner):
             empty(*shape, hidden, dtype=dtype), *own, weighed, ids, slot_rows, counts, starts,
         )  # fmt: skip
         how = self._how(weights)
+        forward: Any = run_experts
+        backward: Any = run_experts_backward
         for learns in {False, self.context.request.autograd}:
             keep = learns and not self.recompute
-            out, pre = run_experts(*given, *how, keep, self.batch_invariant)
+            out, pre = forward(*given, *how, keep, self.batch_invariant)
             if learns:
                 needs = [t is not None for t in given[:6]]
-                run_experts_backward(out, *given, pre, *how, self.batch_invariant, needs)
+                backward(out, *given, pre, *how, self.batch_invariant, needs)
 
     def tuner(self, call: Callable[[], object]) -> Tuner:
         """What can be tried for the kernels that ``call`` launches (``moe-core bench --tune``)."""

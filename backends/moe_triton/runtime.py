@@ -8,13 +8,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+INTERPRETED: bool = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors: ``TRITON_INTERPRET=1`` at import."""
 
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -156,18 +156,17 @@ def count_compilations() -> Iterator[list[str]]:
     """The names of kernels that are made ready (compiled, or read from the disk cache) while this
     is open, by Triton's own hook."""
     found: list[str] = []
-    knobs = triton.knobs.runtime
-    before: Any = knobs.jit_post_compile_hook
+    before: Any = knobs.runtime.jit_post_compile_hook
 
     def note(*args: Any, **what: Any) -> Any:
         found.append(what["fn"].name)
         return before(*args, **what) if before is not None else None
 
-    knobs.jit_post_compile_hook = note
+    knobs.runtime.jit_post_compile_hook = note
     try:
         yield found
     finally:
-        knobs.jit_post_compile_hook = before
+        knobs.runtime.jit_post_compile_hook = before
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:

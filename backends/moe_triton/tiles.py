@@ -8,6 +8,9 @@ The schedule needs no table and no host: each program sums the experts' tiles on
 and finds its tiles in there. Tiles of one expert are neighbours, ``GROUP_M`` of them side by side,
 so that programs which run at the same time share weights and rows in the L2 cache.
 """
+# Pyright doesn't know what triton.jit makes of a function.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

@@ -123,6 +123,8 @@ def test_weight_layouts_in_parts(
     use(monkeypatch, SMALL | {"down_backward": Config(16, 32, 16, 1, 1, 2, 1, parts)})
     oss = Activation(alpha=1.702, limit=0.5)
     check_down_backward("indexed", 16, 40, w13_layout=w13_layout)
+    ungated = Activation(gated=False)
+    check_down_backward("indexed", 16, 40, activation=ungated, w13_layout=w13_layout)
     check_down_backward("expert_masked", 16, 40, activation=oss, w13_layout=w13_layout)
 
 

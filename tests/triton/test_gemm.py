@@ -98,6 +98,7 @@ def test_up_of_each_weight_layout(
     oss = Activation(alpha=1.702, limit=0.5)
     check_up("indexed", 24, 20, w13_layout=w13_layout, strided=strided, on_input=on_input)
     check_up("indexed", 24, 20, w13_layout=w13_layout, activation=oss, on_input=on_input)
+    check_up("indexed", 24, 20, w13_layout=w13_layout, activation=Activation(gated=False))
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -80,7 +80,7 @@ def runner(
     return TritonRunner(context)
 
 
-def record(layout: str) -> Indexed | ExpertContiguous | ExpertMasked:
+def record(layout: str) -> Any:
     rows = rows_of(layout)
     x, places = rows.inputs(HIDDEN, torch.float32), rows.places
     row_weights = rows.by_slot(dtype=torch.float32)
@@ -115,7 +115,7 @@ def test_three_layouts_are_one_computation(on_input: bool) -> None:
         leaves = [given.rows, owed, own.w13, own.w2, own.w13_bias, own.w2_bias]
         for leaf in leaves:
             leaf.requires_grad_()
-        out = runner(layout, weight_on_input=on_input).run(given, own)
+        out: Any = runner(layout, weight_on_input=on_input).run(given, own)
         assert (out.layout, out.paid) == (
             "slot_major" if layout == "indexed" else layout,
             ("weight",),
@@ -143,10 +143,15 @@ def test_masked_rows_may_be_sliced() -> None:
     assert not wide.is_contiguous()
     mine = rows_of("expert_masked").mine
     dense, sliced = (
-        runner("expert_masked").run(r, own).rows.view(-1, HIDDEN)[mine]
+        run(runner("expert_masked"), r, own).rows.view(-1, HIDDEN)[mine]
         for r in (given, replace(given, rows=wide))
     )
     assert torch.equal(dense, sliced)
+
+
+def run(part: TritonRunner, given: Any, own: ExpertWeights) -> Any:
+    """Its result, as the record that it is."""
+    return part.run(given, own)
 
 
 def test_refusals() -> None:
@@ -157,7 +162,7 @@ def test_refusals() -> None:
         runner().run(given, weights(torch.bfloat16))
     with pytest.raises(InputError, match="paid already"):
         runner().run(replace(given, paid=("weight",)), own)
-    assert runner(pays=()).run(replace(given, paid=("weight",)), own).paid == ("weight",)
+    assert run(runner(pays=()), replace(given, paid=("weight",)), own).paid == ("weight",)
 
 
 def test_nothing_is_kept_without_gradients() -> None:
@@ -194,7 +199,7 @@ def test_warmup_covers_all_sizes(layout: str) -> None:
         part.run(given, own)
         for leaf in leaves:
             leaf.requires_grad_()
-        out = part.run(given, own).rows
+        out = run(part, given, own).rows
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
     assert {launched.name for launched in real.made} == {launched.name for launched in ready.made}
     assert real.variants <= ready.variants
@@ -268,7 +273,7 @@ def test_opcheck(layout: str, weighs: bool) -> None:
 def test_second_derivatives_are_refused() -> None:
     given, own = record("indexed"), weights()
     leaf = given.rows.nan_to_num(0.5).requires_grad_()
-    out = runner().run(replace(given, rows=leaf), own).rows
+    out = run(runner(), replace(given, rows=leaf), own).rows
     (grad,) = torch.autograd.grad(out.nan_to_num().square().sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match=r"experts_backward.* no autograd formula"):
         grad.sum().backward()
