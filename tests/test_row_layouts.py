@@ -486,9 +486,9 @@ def test_what_the_moe_spoils_is_told_of_on_all_ranks(change: str, words: str) ->
     assert words in said[3]
 
 
-def home_in_float32(parallel: ParallelConfig) -> torch.dtype:
+def home_in_float32(layout: RowLayout, parallel: ParallelConfig) -> torch.dtype:
     """Rank 0 computes in another dtype, as under an autocast of its own."""
-    exchange = RowExchange(GATHER[0], parallel)
+    exchange = RowExchange(layout, parallel)
     there = exchange.to_moe(torch.ones(2, 4))
     rows = there.hidden_states.bfloat16() if dist.get_rank() == 0 else there.hidden_states
     home = exchange.from_moe(rows, there.handle)
@@ -496,9 +496,13 @@ def home_in_float32(parallel: ParallelConfig) -> torch.dtype:
     return home.dtype
 
 
-@pytest.mark.parametrize("parallel", [GATHER[1], SPLIT[1]], ids=["moves", "same"])
-def test_rows_come_home_in_the_dtype_that_went(parallel: ParallelConfig) -> None:
-    assert ranks(4).run(home_in_float32, parallel, limit=LIMIT) == [torch.float32] * 4
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [GATHER, SPLIT, (GATHER[0], SPLIT[1])],
+    ids=["gather", "split", "same"],
+)
+def test_rows_come_home_in_the_dtype_that_went(layout: RowLayout, parallel: ParallelConfig) -> None:
+    assert ranks(4).run(home_in_float32, layout, parallel, limit=LIMIT) == [torch.float32] * 4
 
 
 def from_inference_mode() -> list[float]:
