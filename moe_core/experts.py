@@ -194,7 +194,7 @@ class Experts(nn.Module):
         self.pipeline.slot_map.update(placement)
         self.placement = placement
         self._plan = functools.partial(self._plan, placement=placement)
-        if self._prepared is not None:
+        if self._prepared is not None and self._prepared[0]:
             before = self._prepared[1]
             self.prepare_weights()
             key, after = self._prepared
@@ -341,15 +341,25 @@ class Experts(nn.Module):
     def _weights_key(self) -> tuple[Any, ...]:
         # The storages are kept alive, so that no later one can lie where a known one lay.
         tensors = [t for t in (self.w13, self.w2, self.w13_bias, self.w2_bias) if t is not None]
-        return tuple((t, t.data_ptr(), t.untyped_storage(), t._version) for t in tensors)
+        return tuple(
+            (t, t.data_ptr(), t.untyped_storage(), 0 if t.is_inference() else t._version)
+            for t in tensors
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave prepared weights behind, and prepare their own when called."""
+        state = self.__dict__.copy()
+        if self._prepared is not None:
+            state["_prepared"] = ((), self.weights)
+        return state
 
     def _current_weights(self) -> ExpertWeights:
         if self._prepared is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.weights
         known, now = self._prepared[0], self._weights_key()
-        pairs = zip(known, now, strict=True)
+        pairs = zip(known, now, strict=False)
         same = all(a[0] is b[0] and a[1] == b[1] and a[3] == b[3] for a, b in pairs)
-        if not same:
+        if not same or len(known) != len(now):
             self.prepare_weights()
         return self._prepared[1]
 

@@ -646,6 +646,29 @@ def test_layers_pickle() -> None:
         assert torch.equal(again(tokens(3)), model(tokens(3)))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_prepare_weights_of_their_own(copied) -> None:
+    experts = layer("torch", w13_layout="up_gate").experts
+    x, ids, weights = tokens(4), torch.tensor([[0, 1, 2]] * 4), torch.rand(4, 3).double()
+    experts.prepare_weights()
+    again = copied(experts)
+    with torch.no_grad():
+        before = experts(x, ids, weights)
+        again.w2.mul_(2)
+        torch.testing.assert_close(again(x, ids, weights), 2 * before, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(experts(x, ids, weights), before, rtol=1e-12, atol=1e-13)
+        assert again._prepared[1].w13.data_ptr() != again.w13.data_ptr()
+
+
+def test_weights_made_in_inference_mode_can_be_prepared() -> None:
+    with torch.inference_mode():
+        experts = layer("torch", w13_layout="up_gate").experts
+        x, ids, weights = tokens(4), torch.tensor([[0, 1, 2]] * 4), torch.rand(4, 3).double()
+        before = experts(x, ids, weights)
+        experts.prepare_weights()
+        torch.testing.assert_close(experts(x, ids, weights), before, rtol=1e-12, atol=1e-13)
+
+
 def test_ids_that_are_not_logical_and_other_devices_are_refused_before_anything_travels() -> None:
     model, x = layer(), tokens(3)
     routing = model.router(x)
