@@ -53,9 +53,9 @@ class Dispatcher(ABC, Generic[PlanT]):
     """How many dispatches may be open at once; None = any number."""
     payload: str = "pairs"
     """What rows a dispatch sends to other ranks, which the trace's bytes have to show: ``"pairs"``
-    (one per token and rank that needs it), ``"nodes"`` (one per token and node, to the rank with the
-    sender's place there, which sends it on to the others), ``"slots"`` (one per token and slot) or
-    ``"all"`` (every row to every rank, padded to the largest T at most)."""
+    (one per token and rank that needs it), ``"nodes"`` (one per token and node, to the rank with
+    the sender's place there, which sends it on to the others), ``"slots"`` (one per token and slot)
+    or ``"all"`` (every row to every rank, padded to the largest T at most)."""
 
     @abstractmethod
     def dispatch_begin(
