@@ -246,6 +246,27 @@ def test_tiles_grow_with_the_batch_unless_invariant() -> None:
     assert [config.block_m for config in made] == [64]
 
 
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_programs_of_a_grid_run_at_once(family: str) -> None:
+    """``per_sm`` programs share a multiprocessor's memory and its 64 Ki registers, of which a
+    thread that sums ``n`` results takes n for these alone."""
+    chip = runtime.CHIPS[family]
+    tables = configs.TABLE | {(*key, 0): c for key, c in configs.SHORT_SUMS.items()}
+    mine = {key: c for key, c in tables.items() if key[1] == family}
+    assert mine
+    for (kernel, _, itemsize, *_), config in mine.items():
+        shared = configs.shared_bytes(kernel, config, itemsize, 2)
+        assert shared * config.per_sm <= chip.shared_memory + 1024, (kernel, config)
+        sums = config.block_m * config.block_n * (2 if kernel == "up" else 1)
+        assert sums * config.per_sm <= 2**16 * 0.6, (kernel, config)
+
+
+def test_short_sums_share_a_multiprocessor() -> None:
+    how: dict[str, Any] = {"itemsize": 2, "rows_per_expert": 1000, "n": 2048}
+    short, long = (configs.choose("down", runtime.CHIPS["sm90"], k=k, **how) for k in (768, 2048))
+    assert (short.per_sm, long.per_sm) == (2, 1)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("weighs", [True, False])
 def test_opcheck(layout: str, weighs: bool) -> None:
