@@ -292,3 +292,30 @@ def test_only_what_is_asked_for() -> None:
             out = ops.run_experts_backward(grad, *given, pre, *how, False, needs)
         assert [launched.name for launched in made.made] == kernels
         assert [g.numel() > 0 for g in out] == needs
+
+
+def test_positions_past_two_to_the_31(
+    monkeypatch: pytest.MonkeyPatch, overflows_found: None
+) -> None:
+    # linkedin/Liger-Kernel#1296: offsets of the weights' gradient. Memory is reserved, not used.
+    use(monkeypatch)
+    last = 2**27 + 3
+    counts = torch.tensor([1, 1], dtype=torch.int32)
+    starts = torch.tensor([0, last, last + 1], dtype=torch.int32)
+    grad = normal(1, 16, dtype=torch.bfloat16).expand(last + 1, 16)
+    w2 = normal(2, 16, 16, dtype=torch.bfloat16)
+    how = ("gate_up", "identity", False, None, False, None, False, False)
+    task = ops.make_job(grad, None, w2, None, None, None, counts, starts, *how)
+    pre, made = (torch.empty(last + 1, 16, dtype=torch.bfloat16) for _ in range(2))
+    for row in (0, last):
+        pre[row] = normal(16, dtype=torch.bfloat16, seed=row % 7)
+    config = task.config("down_backward", 16, 16)
+    ops._launch_down_backward(task, grad, w2, None, pre, made, None, None, config)
+    outer, total = torch.empty(2, 16, 16), torch.empty(2, 16)
+    ops._launch_outer(task, made, pre, outer, a_by=tiles.NONE, b_by=tiles.NONE, weighted=False)
+    ops._launch_bias_backward(task, made, total, by=tiles.NONE, weighted=False)
+    for expert, row in ((0, 0), (1, last)):
+        u = grad[0].double() @ w2[expert].double()
+        near(made[row], u, u.abs() + 64, 16)
+        near(outer[expert], torch.outer(made[row].double(), pre[row].double()), u.abs() + 64, 1)
+        assert torch.equal(total[expert], made[row].float())
