@@ -10,7 +10,7 @@ import torch
 from moe_core import Activation
 from moe_core.convert import sort_slots
 from moe_core.layouts import TokenMajor
-from moe_triton import configs, ops, runtime
+from moe_triton import configs, launches, runtime
 from moe_triton.configs import Config
 from moe_triton.twins import Places
 
@@ -106,10 +106,10 @@ def job(
     w13_layout: str = "gate_up",
     *,
     on_input: bool = False,
-) -> ops.Job:
+) -> launches.Job:
     act, places = activation or Activation(), rows.places
     how: tuple[Any, ...] = (act.name, act.gated, act.limit, act.limit_form == "after", act.alpha)
-    return ops.make_job(
+    return launches.make_job(
         x, None, w2, weights, places.sorted_token_ids, rows.slot_rows, places.tokens_per_expert,
         places.expert_starts, w13_layout, *how, on_input, False,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from grouped_rows import (
 
 from moe_core import Activation
 from moe_core.config import ACTIVATIONS, LIMIT_FORMS
-from moe_triton import ops, runtime, tiles, twins
+from moe_triton import launches, ops, runtime, tiles, twins
 from moe_triton.configs import Config
 
 torch.set_num_threads(1)
@@ -78,7 +78,7 @@ def check_down_backward(
     grad_pre = poisoned(rows.num_positions, width, dtype=dtype)
     act = poisoned(rows.num_positions, inner, dtype=dtype)
     parts = torch.zeros(rows.num_positions, -(-inner // config.block_n)) if weighted else None
-    ops._launch_down_backward(task, grad, w2, b13, pre, grad_pre, act, parts, config)
+    launches.launch_down_backward(task, grad, w2, b13, pre, grad_pre, act, parts, config)
     given = wide(grad, w2, b13, weights, pre)
     want = twins.down_backward(*given, rows.places, activation, w13_layout, on_input=on_input)
     mine, slots = rows.mine, rows.places.slots(rows.mine)
@@ -150,7 +150,7 @@ def test_every_row_has_its_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None
     grad = torch.arange(1.0, 21).view(5, 4)
     made = poisoned(5, 4)
     config = task.config("down_backward", 4, 4)
-    ops._launch_down_backward(task, grad, w2, None, torch.zeros(5, 4), made, None, None, config)
+    launches.launch_down_backward(task, grad, w2, None, torch.zeros(5, 4), made, None, None, config)
     assert torch.equal(made, grad[[0, 3, 1, 4, 2]])
 
 
@@ -177,7 +177,7 @@ def check_outer(
         ),
     ):
         out.fill_(NAN)
-        ops._launch_outer(task, a, b, out, a_by=how[0], b_by=how[1], weighted=weighted)
+        launches.launch_outer(task, a, b, out, a_by=how[0], b_by=how[1], weighted=weighted)
         want = twins.outer(*wide(a, b, given), rows.places, **twin)
         sizes = [None if t is None else t.abs() for t in wide(a, b, given)]
         terms = twins.outer(*sizes, rows.places, **twin)
@@ -217,7 +217,7 @@ def check_biases(rows: Rows, size: int, dtype: torch.dtype, *, weighted: bool) -
     x = rows.inputs(size, dtype)
     task = job(rows, x, torch.empty(NUM_EXPERTS, size, 1), weights)
     out = poisoned(NUM_EXPERTS, size, dtype=dtype)
-    ops._launch_bias_backward(task, grad, out, by=task.by_slot, weighted=weighted)
+    launches.launch_bias_backward(task, grad, out, by=task.by_slot, weighted=weighted)
     given = weights if weighted else None
     want = twins.bias_backward(*wide(grad, given), rows.places, by_slot=True)
     sizes = [None if t is None else t.abs() for t in wide(grad, given)]
@@ -225,7 +225,7 @@ def check_biases(rows: Rows, size: int, dtype: torch.dtype, *, weighted: bool) -
     near(out, want, terms, max(len(rows.mine), 1))
     bias = normal(NUM_EXPERTS, size, dtype=dtype)
     parts = torch.zeros(rows.num_positions, 3)
-    ops._launch_bias_product(task, grad, bias, parts)
+    launches.launch_bias_product(task, grad, bias, parts)
     assert not parts[:, :2].any()
     want = twins.bias_product(*wide(grad, bias), rows.places, rows.num_positions)
     terms = twins.bias_product(
@@ -305,15 +305,15 @@ def test_positions_past_two_to_the_31(
     grad = normal(1, 16, dtype=torch.bfloat16).expand(last + 1, 16)
     w2 = normal(2, 16, 16, dtype=torch.bfloat16)
     how = ("gate_up", "identity", False, None, False, None, False, False)
-    task = ops.make_job(grad, None, w2, None, None, None, counts, starts, *how)
+    task = launches.make_job(grad, None, w2, None, None, None, counts, starts, *how)
     pre, made = (torch.empty(last + 1, 16, dtype=torch.bfloat16) for _ in range(2))
     for row in (0, last):
         pre[row] = normal(16, dtype=torch.bfloat16, seed=row % 7)
     config = task.config("down_backward", 16, 16)
-    ops._launch_down_backward(task, grad, w2, None, pre, made, None, None, config)
+    launches.launch_down_backward(task, grad, w2, None, pre, made, None, None, config)
     outer, total = torch.empty(2, 16, 16), torch.empty(2, 16)
-    ops._launch_outer(task, made, pre, outer, a_by=tiles.NONE, b_by=tiles.NONE, weighted=False)
-    ops._launch_bias_backward(task, made, total, by=tiles.NONE, weighted=False)
+    launches.launch_outer(task, made, pre, outer, a_by=tiles.NONE, b_by=tiles.NONE, weighted=False)
+    launches.launch_bias_backward(task, made, total, by=tiles.NONE, weighted=False)
     for expert, row in ((0, 0), (1, last)):
         u = grad[0].double() @ w2[expert].double()
         near(made[row], u, u.abs() + 64, 16)

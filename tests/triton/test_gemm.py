@@ -9,7 +9,7 @@ import torch
 from grouped_rows import IDS, LAYOUTS, NAN, NUM_EXPERTS, SMALL, job, near, normal, rows_of, use
 
 from moe_core import Activation
-from moe_triton import ops, runtime, tiles, twins
+from moe_triton import launches, runtime, tiles, twins
 from moe_triton.configs import Config
 from moe_triton.gemm import WEIGHT_INPUT, WEIGHT_OUTPUT
 
@@ -50,7 +50,7 @@ def check_up(
     assert task.weight == (WEIGHT_INPUT if on_input else WEIGHT_OUTPUT)
     act = poisoned(rows.num_positions, inner, dtype=dtype)
     pre = poisoned(rows.num_positions, width, dtype=dtype)
-    ops._launch_up(task, x, w13, b13, act, pre)
+    launches.launch_up(task, x, w13, b13, act, pre)
     wide: list[Any] = [None if t is None else t.double() for t in (x, w13, b13, weights)]
     if not on_input:
         wide[3] = None
@@ -156,7 +156,7 @@ def check_down(
     out = poisoned(rows.num_positions, out_size, dtype=dtype)
     by_slot = layout == "indexed"
     by = tiles.SLOT if by_slot else tiles.NONE
-    ops._launch_down(task, act, w, bias_values, out, by=by, weighted=weighted)
+    launches.launch_down(task, act, w, bias_values, out, by=by, weighted=weighted)
     wide = [t.double() if t is not None else None for t in (act, w, bias_values, weights)]
     if not weighted:
         wide[3] = None
@@ -217,7 +217,7 @@ def test_offsets_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch, overflows_f
     w2 = normal(2, 16, 16, dtype=torch.bfloat16)
     task = job(rows, x, w2)
     act = poisoned(2, 16, dtype=torch.bfloat16)
-    ops._launch_up(task, x, w13, None, act, None)
+    launches.launch_up(task, x, w13, None, act, None)
     want, _ = twins.up(
         x.double(), w13.double(), None, None, rows.places, 2, Activation(), "gate_up"
     )
@@ -236,9 +236,9 @@ def test_positions_past_two_to_the_31(
     w13, w2 = normal(2, 16, 16, dtype=torch.bfloat16), normal(2, 16, 16, dtype=torch.bfloat16)
     act, out = (torch.empty(last + 1, 16, dtype=torch.bfloat16) for _ in range(2))
     how = ("gate_up", "identity", False, None, False, None, False, False)
-    task = ops.make_job(x, None, w2, None, None, None, counts, starts, *how)
-    ops._launch_up(task, x, w13, None, act, None)
-    ops._launch_down(task, act, w2, None, out, by=tiles.NONE, weighted=False)
+    task = launches.make_job(x, None, w2, None, None, None, counts, starts, *how)
+    launches.launch_up(task, x, w13, None, act, None)
+    launches.launch_down(task, act, w2, None, out, by=tiles.NONE, weighted=False)
     for expert, row in ((0, 0), (1, last)):
         h = x[0].double() @ w13[expert].double().mT
         near(act[row], h, h.abs() + 16, 16)
