@@ -107,7 +107,7 @@ SHORT = 1024
 SHORT_SUMS: dict[Key, Config] = {
     ("down", "sm90", 2, 128): Config(128, 128, 64, 8, 3, 8, 2),
 }
-"""Ahead of ``TABLE`` where at most ``SHORT`` terms are summed: a tile is done soon, so two programs
+"""Ahead of ``TABLE`` where fewer than ``SHORT`` terms are summed: a tile is done soon, so two programs
 share a multiprocessor, one storing its results while the other multiplies."""
 INTERPRETED = {kernel: Config(32, 64, 64, 1, 1, 2) for kernel in KERNELS}
 """In the interpreter every operation takes its time, whatever its size."""
@@ -188,7 +188,7 @@ def choose(
     """
     height = INVARIANT_BUCKET if batch_invariant else bucket(rows_per_expert)
     keys = [(kernel, chip.family, itemsize, b) for b in (height, 0)] if aligned else []
-    tables = (SHORT_SUMS, TABLE) if k <= SHORT else (TABLE,)
+    tables = (SHORT_SUMS, TABLE) if k < SHORT else (TABLE,)
     found = next((table[key] for table in tables for key in keys if key in table), None)
     config = found or rule(kernel, chip, itemsize, height)
     if kernel == "down_backward" and not plain and config.block_m * config.block_n > 64 * 64:
