@@ -107,8 +107,8 @@ SHORT = 1024
 SHORT_SUMS: dict[Key, Config] = {
     ("down", "sm90", 2, 128): Config(128, 128, 64, 8, 3, 8, 2),
 }
-"""Ahead of ``TABLE`` where fewer than ``SHORT`` terms are summed: a tile is done soon, so two programs
-share a multiprocessor, one storing its results while the other multiplies."""
+"""Ahead of ``TABLE`` where fewer than ``SHORT`` terms are summed: a tile is done soon, so two
+programs share a multiprocessor, one storing its results while the other multiplies."""
 INTERPRETED = {kernel: Config(32, 64, 64, 1, 1, 2) for kernel in KERNELS}
 """In the interpreter every operation takes its time, whatever its size."""
 
