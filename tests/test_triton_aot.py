@@ -148,6 +148,8 @@ def test_every_shipped_configuration_is_among_the_cases():
         assert kernel in configs.KERNELS
         assert family in families
         assert (itemsize, bucket or configs.BUCKETS[0]) in heights
+    narrow = {(c.itemsize, c.height) for c in CASES if c.inner < configs.SHORT}
+    assert {(itemsize, bucket) for _, _, itemsize, bucket in configs.SHORT_SUMS} <= narrow
 
 
 def shown(target: str) -> str:

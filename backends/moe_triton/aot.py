@@ -52,6 +52,9 @@ TARGETS = {
 }
 
 
+NUM_EXPERTS, TOP_K, SIZE = 32, 4, 1024
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer whose kernels are compiled: ``height`` rows per expert on average, so that its tiles
@@ -66,6 +69,7 @@ class Case:
     alpha: float | None = None
     odd: bool = False
     backward: bool = True
+    inner: int = SIZE
 
     @property
     def itemsize(self) -> int:
@@ -78,8 +82,8 @@ CASES = (
     *(Case(f"gpt-oss/{height}", height, **GPT_OSS) for height in configs.BUCKETS),
     Case("silu/float32", 64, dtype="float32"),
     Case("silu/odd", 128, odd=True),
+    Case("silu/narrow", 128, inner=configs.SHORT * 3 // 4),
 )
-NUM_EXPERTS, TOP_K, SIZE = 32, 4, 1024
 
 
 @dataclass(frozen=True)
@@ -143,16 +147,16 @@ def compile_only(target: Target) -> Iterator[list[tuple[Any, tuple[Any, ...], di
 def launch_case(case: Case) -> None:
     """Every kernel of a layer, on tensors that hold nothing. Only inside ``compile_only``."""
     dtype = getattr(torch, case.dtype)
-    size = SIZE + 3 if case.odd else SIZE
+    size, inner = (SIZE + 3, case.inner + 3) if case.odd else (SIZE, case.inner)
     tokens = case.height * NUM_EXPERTS // TOP_K
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
     x, grad = empty(tokens, size), empty(tokens, TOP_K, size)
-    w13, w2 = empty(NUM_EXPERTS, 2 * size, size), empty(NUM_EXPERTS, size, size)
+    w13, w2 = empty(NUM_EXPERTS, 2 * inner, size), empty(NUM_EXPERTS, size, inner)
     b13, b2 = (
-        (empty(NUM_EXPERTS, 2 * size), empty(NUM_EXPERTS, size)) if case.bias else (None, None)
+        (empty(NUM_EXPERTS, 2 * inner), empty(NUM_EXPERTS, size)) if case.bias else (None, None)
     )
     weights = empty(tokens, TOP_K, dtype=torch.float32)
     counted = (tokens * TOP_K,), (tokens, TOP_K), (NUM_EXPERTS,), (NUM_EXPERTS + 1,)
