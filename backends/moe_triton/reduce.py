@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_core.errors import InputError
+from moe_triton import runtime
 from moe_triton.rounding import round_to
 from moe_triton.runtime import launch
 
@@ -118,10 +119,11 @@ def sum_rows_backward_kernel(grad, rows, slot_rows, weights, grad_rows, grad_wei
         tl.store(grad_weights + program, total)
 
 
-def block_size(hidden_size: int) -> tuple[int, int]:
+def block_size(hidden_size: int, device: torch.device) -> tuple[int, int]:
     """``BLOCK_H`` and warps: 16 bytes of bfloat16 per thread and load, whatever the batch."""
     block = min(1024, max(16, triton.next_power_of_2(hidden_size)))
-    return block, max(1, block // 256)
+    lanes = 64 if runtime.chip(device).family == "gfx942" else 32
+    return block, max(1, block // (8 * lanes))
 
 
 @torch.library.custom_op("moe_triton::sum_rows", mutates_args=())
@@ -136,7 +138,7 @@ def sum_rows(rows: Tensor, slot_rows: Tensor, weights: Tensor | None) -> Tensor:
     num_tokens, top_k = slot_rows.shape
     hidden_size = rows.shape[-1]
     out = rows.new_empty(num_tokens, hidden_size)
-    block, warps = block_size(hidden_size)
+    block, warps = block_size(hidden_size, rows.device)
     launch(
         sum_rows_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
@@ -174,6 +176,7 @@ def sum_rows_backward(
     grad_rows, grad_weights = _gradients(rows, slot_rows, weights, need_rows, need_weights)
     if need_rows and not slot_major:
         grad_rows.zero_()  # rows of no slot
+    block, warps = block_size(hidden_size, rows.device)
     launch(
         sum_rows_backward_kernel,
         (num_tokens * top_k,),
@@ -183,8 +186,8 @@ def sum_rows_backward(
         WEIGHTED=weights is not None,
         NEED_ROWS=need_rows,
         NEED_WEIGHTS=need_weights,
-        BLOCK_H=block_size(hidden_size)[0],
-        num_warps=block_size(hidden_size)[1],
+        BLOCK_H=block,
+        num_warps=warps,
         enable_fp_fusion=False,
     )  # fmt: skip
     return grad_rows, grad_weights
