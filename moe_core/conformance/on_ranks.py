@@ -163,6 +163,12 @@ def numbers(job: Job) -> None:
     _numbers(me, "last", times=1)
 
 
+def wire_dtypes(job: Job) -> None:
+    """What rows travel in costs one rounding of its own, and shows in the bytes."""
+    _numbers(Rank(job), "any", times=1)
+    traffic(job)
+
+
 def _numbers(me: Rank, pattern: str, times: int) -> None:
     job, config, wide = me.job, me.config, bounds.fine(me.dtype)
     ids = me.ids(pattern, job.tokens)

@@ -228,8 +228,7 @@ class TransportConformance(OnRanks):
             for dtype in PREFERRED
         ]
         jobs = [j for j in jobs if self.target.resolve(j.config, width, spec=spec).ok]
-        self.on(on_ranks.numbers, jobs)
-        self.on(on_ranks.traffic, jobs)
+        self.on(on_ranks.wire_dtypes, jobs)
 
     def test_handles(self, spec: str, width: ParallelConfig) -> None:
         self.on(on_ranks.handles, self.job(spec, width))
