@@ -15,7 +15,7 @@ EXAMPLES = settings(
     # many classes inherit one test
     suppress_health_check=(HealthCheck.differing_executors, HealthCheck.too_slow),
 )
-ON_RANKS = settings(EXAMPLES, max_examples=12, phases=(Phase.explicit, Phase.generate))
+ON_RANKS = settings(EXAMPLES, max_examples=8, phases=(Phase.explicit, Phase.generate))
 """Fewer, since each builds a layer on every rank. Without shrinking: a failure on one rank ends the
 processes of all, and starting them is slow."""
 
