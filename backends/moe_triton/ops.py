@@ -32,9 +32,7 @@ from moe_triton.launches import (
     launch_up,
     make_job,
 )
-from moe_triton.reduce import sum_rows
-
-_sum_rows: Any = sum_rows._init_fn  # the kernel itself, which can be planned on meta tensors
+from moe_triton.reduce import run_sum_rows
 
 
 def run_experts(
@@ -157,7 +155,7 @@ def run_experts_backward(
             launch_down(
                 job, grad_pre, w13.transpose(1, 2), None, by_slot, by=tiles.SLOT, weighted=on_input
             )
-            by_x = _sum_rows(by_slot, slot_rows, None)
+            by_x = run_sum_rows(by_slot, slot_rows, None)
     if need_w13 and grad_pre is not None:
         launch_outer(
             job, grad_pre, x, by_w13, a_by=tiles.NONE, b_by=job.by_token, weighted=on_input

@@ -126,14 +126,8 @@ def block_size(hidden_size: int, device: torch.device) -> tuple[int, int]:
     return block, max(1, block // (8 * lanes))
 
 
-@torch.library.custom_op("moe_triton::sum_rows", mutates_args=())
-def sum_rows(rows: Tensor, slot_rows: Tensor, weights: Tensor | None) -> Tensor:
-    """``rows`` ``[R, H]`` or ``[N, K, H]``, ``slot_rows`` integer ``[N, K]``, ``weights`` float
-    ``[N, K]`` or None → ``[N, H]`` in the rows' dtype.
-
-    No two slots may name one row. Derivatives: of rows (0 for a row of no slot) and weights (0 for
-    an invalid slot). Raises ``InputError`` for other shapes and for dtypes outside ``DTYPES``.
-    """
+def run_sum_rows(rows: Tensor, slot_rows: Tensor, weights: Tensor | None) -> Tensor:
+    """``sum_rows`` itself, which can be planned on meta tensors."""
     _check(rows, slot_rows, weights)
     num_tokens, top_k = slot_rows.shape
     hidden_size = rows.shape[-1]
@@ -153,6 +147,17 @@ def sum_rows(rows: Tensor, slot_rows: Tensor, weights: Tensor | None) -> Tensor:
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+@torch.library.custom_op("moe_triton::sum_rows", mutates_args=())
+def sum_rows(rows: Tensor, slot_rows: Tensor, weights: Tensor | None) -> Tensor:
+    """``rows`` ``[R, H]`` or ``[N, K, H]``, ``slot_rows`` integer ``[N, K]``, ``weights`` float
+    ``[N, K]`` or None → ``[N, H]`` in the rows' dtype.
+
+    No two slots may name one row. Derivatives: of rows (0 for a row of no slot) and weights (0 for
+    an invalid slot). Raises ``InputError`` for other shapes and for dtypes outside ``DTYPES``.
+    """
+    return run_sum_rows(rows, slot_rows, weights)
 
 
 @sum_rows.register_fake
